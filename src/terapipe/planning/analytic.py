@@ -140,7 +140,7 @@ class AnalyticCost:
         it computes again."""
         device, terms, tokens = self.cluster.host.device, self._terms, np.multiply(size, length)
         busy = 2 * device.layer_overhead + terms.inputs(tokens) + terms.weights(tokens)
-        busy = busy + tokens * terms.elementwise + self._attention(size, length, context, backward=True)
+        busy = busy + tokens * terms.elementwise + self.attention(size, length, context, backward=True)
         layer = np.maximum(2 * device.min_layer_time, busy) + self._all_reduces(size, length)
         recomputed = self._recompute_time(size, length, context)
         seconds = np.asarray(stage.layers * (layer + recomputed) + self._embedding_backward(stage, size, length))
@@ -264,8 +264,16 @@ class AnalyticCost:
         seconds = flops / (device.peak * (speed.backward if backward else speed.forward))
         return seconds + speed.scores * c.heads / self.layout.tp * device.element / device.bandwidth
 
-    def _attention(self, size: Numbers, length: Numbers, context: Numbers, backward: bool = False) -> Array:
-        """Seconds of attention. A row of the causal triangle has on average half of the slice's own keys."""
+    def attention(self, size: Numbers, length: Numbers, context: Numbers, backward: bool = False) -> Array:
+        """Seconds of attention between queries, keys and values in one layer, without products with weights. A row of
+        the causal triangle has on average half of the slice's own keys.
+
+        Args:
+            size: As in ``forward``.
+            length: As in ``forward``.
+            context: As in ``forward``.
+            backward: Whether of its backward.
+        """
         own = 0.5 if self.cluster.host.device.attention_speed.causal else 1.0
         keys = np.add(context, np.multiply(length, own)) + _RAMP_KEYS
         return np.asarray(np.multiply(size, length) * keys * self._terms.attention[backward], dtype=np.float64)
@@ -277,7 +285,7 @@ class AnalyticCost:
         """A layer's forward."""
         device, tokens = self.cluster.host.device, np.multiply(size, length)
         busy = device.layer_overhead + self._terms.forward(tokens) + tokens * self._terms.elementwise
-        busy = busy + self._attention(size, length, context)
+        busy = busy + self.attention(size, length, context)
         return np.asarray(np.maximum(device.min_layer_time, busy) + self._all_reduces(size, length), dtype=np.float64)
 
     def _recompute_time(self, size: Numbers, length: Numbers, context: Numbers) -> Array | float:

@@ -4,6 +4,7 @@ copies that ours does not make, activations that ours does not keep.
 Each class is a `Cost` or a `Memory` as the planner has them, so that a simulation does not know the difference.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -73,7 +74,68 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class PrefixCopies:
+class OtherCost:
+    """Another cost model, to which a published program adds something.
+
+    Attributes:
+        cost: Seconds of everything else.
+    """
+
+    cost: Cost
+
+    def with_recompute(self, mode: Recompute) -> Self:
+        """The same with another mode of recomputation, which does not repeat what is added.
+
+        Args:
+            mode: As in a plan.
+        """
+        return replace(self, cost=with_recompute(self.cost, mode))
+
+    def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """The wrapped cost's."""
+        return self.cost.forward(stage, size, length, context)
+
+    def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """The wrapped cost's."""
+        return self.cost.backward(stage, size, length, context)
+
+    def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+        """The wrapped cost's."""
+        return self.cost.weights(stage, size, length)
+
+    def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
+        """The wrapped cost's."""
+        return self.cost.transfer(source, target, size, length)
+
+    def link_behavior(self, source: int, target: int) -> LinkBehavior:
+        """The wrapped cost's."""
+        return self.cost.link_behavior(source, target)
+
+    def per_step(self, stages: Any) -> float:
+        """The wrapped cost's."""
+        return self.cost.per_step(stages)
+
+
+@dataclass(frozen=True)
+class AttentionAgain(OtherCost):
+    """Another cost model, and Megatron-LM's selective recomputation: backwards compute scores, softmax and the product
+    with values once more, so that none of these matrices is kept.
+
+    Attributes:
+        cost: Seconds of everything else.
+        once: Seconds of that in one layer, by sequences, length and context.
+    """
+
+    once: Callable[[Numbers, Numbers, Numbers], Array]
+
+    def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """Adds to the wrapped cost attention's forward in every layer."""
+        again = np.asarray(stage.layers * self.once(size, length, context), dtype=np.float64)
+        return self.cost.backward(stage, size, length, context) + again
+
+
+@dataclass(frozen=True)
+class PrefixCopies(OtherCost):
     """Another cost model, and the copies that Seq1F1B makes of all earlier keys and values, for every slice and layer.
 
     Our cache is written once: a slice adds its own keys and values, and attention reads what is there. Seq1F1B joins
@@ -83,14 +145,14 @@ class PrefixCopies:
         backward   dk += sum            reads two and writes one of what a slice sees, but for the last slice
 
     Over the slices of a sequence, "what a slice sees, but for the last" adds up to the contexts of all slices. So the
-    backward is charged by its context, which is what a cost model knows.
+    backward is charged by its context, which is what a cost model knows. Recomputation keeps attention, so it repeats
+    no copy, and messages have hidden states of the slice only.
 
     Attributes:
         cost: Seconds of everything else.
         per_token: Seconds to read or write keys and values of one token in one layer.
     """
 
-    cost: Cost
     per_token: float
 
     @classmethod
@@ -106,10 +168,6 @@ class PrefixCopies:
         nbytes = 2 * config.num_kv_heads * config.head_size * device.element / layout.tp
         return cls(cost, nbytes / device.bandwidth)
 
-    def with_recompute(self, mode: Recompute) -> "PrefixCopies":
-        """The same with another mode of recomputation, which does not repeat the copies: attention is kept."""
-        return replace(self, cost=with_recompute(self.cost, mode))
-
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
         """Adds to the wrapped cost a read and a write of all that the slice sees, unless it is the first."""
         seen = np.where(np.asarray(context) > 0, np.add(context, length), 0)
@@ -121,22 +179,6 @@ class PrefixCopies:
 
     def _copies(self, stage: StageSpec, size: Numbers, tokens: Array, times: int) -> Array:
         return np.asarray(stage.layers * times * np.multiply(size, tokens) * self.per_token, dtype=np.float64)
-
-    def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        """The wrapped cost's: products copy no prefix."""
-        return self.cost.weights(stage, size, length)
-
-    def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
-        """The wrapped cost's: messages have hidden states of the slice only."""
-        return self.cost.transfer(source, target, size, length)
-
-    def link_behavior(self, source: int, target: int) -> LinkBehavior:
-        """The wrapped cost's."""
-        return self.cost.link_behavior(source, target)
-
-    def per_step(self, stages: Any) -> float:
-        """The wrapped cost's."""
-        return self.cost.per_step(stages)
 
 
 @dataclass(frozen=True)

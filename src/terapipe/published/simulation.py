@@ -29,7 +29,7 @@ from terapipe.planning.memory import MOST_BYTES, ShapeMemory
 from terapipe.planning.presets import GPTConfig, gpt_config
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, even_lengths, microbatch_sizes
-from terapipe.published.programs import OtherProgram, PrefixCopies, StageTimes
+from terapipe.published.programs import AttentionAgain, OtherProgram, PrefixCopies, StageTimes
 from terapipe.scheduling.footprint import peaks
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.simulator import makespan, program, simulate
@@ -39,6 +39,7 @@ from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
 from terapipe.search.rivals import Rival, Way, estimate
 from terapipe.search.source import ClusterSource
+from terapipe.search.throughput import step_flops
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ class Setup:
         staggered: Whether each rank goes on to the next step when it is done, so that a step takes as long as the
             longest span of a rank. Otherwise all ranks wait for each other.
         prefix_copies: Whether a slice's attention copies all earlier keys and values: see `PrefixCopies`.
+        attention_again: Whether backwards compute attention between queries, keys and values once more: see
+            `AttentionAgain`.
         state_bytes: Bytes of weight, gradient and optimizer of each parameter on a device, where the program does not
             keep them as ours does.
         layer_checkpoints: Whether full recomputation is by layers, as elsewhere, not by stages: see `OtherProgram`.
@@ -129,6 +132,7 @@ class Setup:
     batched: bool = False
     staggered: bool = False
     prefix_copies: bool = False
+    attention_again: bool = False
     state_bytes: float | None = None
     layer_checkpoints: bool = False
     saved: tuple[float, ...] = ()
@@ -236,6 +240,8 @@ class Simulation:
             return StageTimes(forward, inputs, weights, transfer, whole, per_step)
         if s.prefix_copies:
             return with_recompute(PrefixCopies.of(self.evaluator.cost, self.source, s.layout), s.recompute)
+        if s.attention_again and isinstance(self.evaluator.cost, AnalyticCost):
+            return AttentionAgain(self.evaluator.cost, self.evaluator.cost.attention)
         return self.evaluator.cost
 
     @cached_property
@@ -297,8 +303,8 @@ class Simulation:
         """Time and memory of FSDP with each sequence over a ring of devices, which is no pipeline."""
         s = self.setup
         devices = s.devices or self.source.devices
-        size, cp = max(1, s.batch_size // devices), max(1, devices // s.batch_size)
-        way = Way(dp=devices // cp, cp=cp, shards=devices, size=size, recompute="full")
+        cp = max(1, devices // s.batch_size)
+        way = Way(dp=devices // cp, cp=cp, shards=devices, size=s.microbatch, recompute=s.recompute)
         return estimate(self.source, Request(s.batch_size, s.seq_len), way, offload=s.offload)
 
     @cached_property
@@ -382,14 +388,25 @@ class Simulation:
         return usable_memory(self.cluster.host.device) + COLLECTIVES * (self.setup.layout.devices == 1)
 
     @property
+    def devices(self) -> int:
+        """How many devices have work."""
+        return self.estimate.way.devices if self.setup.sharding else self.setup.layout.devices
+
+    @property
     def tokens_per_second(self) -> float:
         """Throughput of all devices together."""
         return self.setup.batch_size * self.setup.seq_len / self.step_time
 
     @property
+    def flops_per_device(self) -> float:
+        """FLOPs of the model per second and device, those of recomputation not counted."""
+        flops = step_flops(self.source, self.setup.batch_size, self.setup.seq_len) or 0.0
+        return flops / self.step_time / self.devices
+
+    @property
     def samples_per_device(self) -> float:
         """Sequences per second and device."""
-        return self.setup.batch_size / self.step_time / self.setup.layout.devices
+        return self.setup.batch_size / self.step_time / self.devices
 
     @property
     def layer_time(self) -> float:
@@ -416,6 +433,8 @@ MEASURES: dict[str, Measure] = {
     "s": Measure(lambda s: s.step_time, timed=True),
     "ms": Measure(lambda s: s.step_time * 1e3, timed=True),
     "tokens/s": Measure(lambda s: s.tokens_per_second, timed=True),
+    "tokens/s per GPU": Measure(lambda s: s.tokens_per_second / s.devices, timed=True),
+    "TFLOP/s per GPU": Measure(lambda s: s.flops_per_device / 1e12, timed=True),
     "samples/s per GPU": Measure(lambda s: s.samples_per_device, timed=True),
     "s of forward and backward": Measure(lambda s: s.compute_time, timed=True),
     "ms of a layer": Measure(lambda s: s.layer_time * 1e3),
