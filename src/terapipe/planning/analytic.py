@@ -86,6 +86,8 @@ class AnalyticCost:
             after the other, as Megatron-LM's ``batch_isend_irecv`` makes them. Ours are kernels of their own. Without
             ``scatter`` it does not matter: a shared card is the limit, and other devices use its other direction.
         hosted: Whether a computation takes as long as its host does, if that is longer.
+        early_stop: Whether full recomputation is by layers and ends before the last product of each, whose output no
+            backward needs, as torch's checkpoints that are not reentrant. Ours, by stages, needs it in the next layer.
     """
 
     config: GPTConfig
@@ -99,6 +101,7 @@ class AnalyticCost:
     scatter: bool = True
     batched: bool = False
     hosted: bool = True
+    early_stop: bool = False
 
     def with_recompute(self, mode: Recompute) -> "AnalyticCost":
         """The same costs, with backwards that compute activations again."""
@@ -294,9 +297,10 @@ class AnalyticCost:
         all products."""
         if self.recompute == "none":
             return 0.0
-        if self.recompute == "full":
-            return self._layer(size, length, context)
         tokens = np.multiply(size, length)
+        if self.recompute == "full":
+            last = self._terms.forward(tokens) - self._terms.block(tokens) + self._all_reduces(size, length) / 2
+            return self._layer(size, length, context) - self.early_stop * last
         products = 0.0 if self.recompute == "light" else self._terms.block(tokens)
         seconds = products + tokens * self._terms.elementwise
         overhead = self.cluster.host.device.layer_overhead

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import (
     Array,
     Cost,
@@ -21,6 +22,7 @@ from terapipe.planning.cost import (
 )
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory
+from terapipe.planning.presets import GPTConfig
 from terapipe.planning.recompute import Recompute
 from terapipe.search.source import ClusterSource
 
@@ -179,6 +181,87 @@ class PrefixCopies(OtherCost):
 
     def _copies(self, stage: StageSpec, size: Numbers, tokens: Array, times: int) -> Array:
         return np.asarray(stage.layers * times * np.multiply(size, tokens) * self.per_token, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class OtherSource(ClusterSource):
+    """A model on a cluster, trained by a published program.
+
+    Attributes:
+        early_stop: As in `AnalyticCost`.
+    """
+
+    early_stop: bool = False
+
+    def cost(self, layout: Layout) -> Cost:
+        """The planner's, with what the program does otherwise.
+
+        Args:
+            layout: Replicas, pipeline ranks and tensor parallel ranks.
+        """
+        cost = super().cost(layout)
+        return replace(cost, early_stop=self.early_stop) if isinstance(cost, AnalyticCost) else cost
+
+
+@dataclass(frozen=True)
+class ShardedMemory:
+    """Bytes on a device of a program that shards weights, gradients and optimizer state (FSDP2), and computes each layer
+    again in its backward. Counted from its code: what is there at a time, in bytes of a token for each feature.
+
+    The peak is in the backward of a layer, when all that its forward keeps is there again::
+
+        shards of the state | inputs of all layers, unless on the host | embedding, head | layers at hand | a turn
+
+    Layers at hand: the gathered weights of one and of the next, the gradient of one, and its copy to be summed. The
+    embedding and the head stay gathered all the time, with the head's gradient. A turn is the larger of
+
+        the MLP's          what the layer keeps, and gradients in the MLP
+        attention's        what is left then, and all that ring attention has
+
+    Attributes:
+        config: The shape of the model.
+        element: Bytes of a gathered weight and of an activation.
+        state_bytes: Bytes of weight, gradient and optimizer of each parameter, over all shards.
+        offload: Whether inputs of layers are on the host.
+        saved: As in `OtherProgram`.
+        mlp_turn: Beyond ``saved``, bytes for each feature of hidden states and of the MLP.
+        attention_turn: Bytes for each feature of hidden states, of queries, of keys and values; the last is of keys and
+            values of whole sequences, where they are gathered.
+    """
+
+    config: GPTConfig
+    element: int
+    state_bytes: float
+    offload: bool
+    saved: tuple[float, ...]
+    mlp_turn: tuple[float, ...]
+    attention_turn: tuple[float, ...]
+
+    def peak(self, tokens: float, seen: float, shards: int) -> float:
+        """Bytes at the peak.
+
+        Args:
+            tokens: Of a microbatch, on one device.
+            seen: Of its whole sequences, on all devices that share them.
+            shards: Devices over which the state is spread.
+        """
+        c, embedding = self.config, self.config.vocab * self.config.hidden
+        ends = (c.parameters - c.layers * c.layer_parameters + embedding) * self.element
+        at_hand = 4 * c.layer_parameters * self.element
+        inputs = 0.0 if self.offload else c.layers * tokens * c.hidden * self.element
+        return c.parameters * self.state_bytes / shards + inputs + ends + at_hand + self._turn(tokens, seen)
+
+    def _turn(self, tokens: float, seen: float) -> float:
+        """Bytes that the backward of a layer has."""
+        c = self.config
+        keys_width = 2 * c.num_kv_heads * c.head_size
+        hidden, attention, keys, ffn = self.saved
+        inputs, mlp = self.mlp_turn
+        mlp_turn = (hidden + inputs) * c.hidden + attention * c.attention_width + keys * keys_width
+        mlp_turn += (ffn + mlp) * c.ffn_hidden
+        hidden, attention, keys, gathered = self.attention_turn
+        own = hidden * c.hidden + attention * c.attention_width + keys * keys_width
+        return max(tokens * mlp_turn, tokens * own + seen * gathered * keys_width)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 
 from terapipe.planning.analytic import AnalyticCost
-from terapipe.planning.cost import Cost, StageSpec, stage_specs, with_recompute
+from terapipe.planning.cost import Cost, StageSpec, by_side, stage_specs, with_recompute
 from terapipe.planning.device import COLLECTIVES, CONTEXT, GB, GIB, MIB, usable_memory
 from terapipe.planning.hardware import Cluster, with_attention
 from terapipe.planning.layout import Layout
@@ -29,7 +29,14 @@ from terapipe.planning.memory import MOST_BYTES, ShapeMemory
 from terapipe.planning.presets import GPTConfig, gpt_config
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, even_lengths, microbatch_sizes
-from terapipe.published.programs import AttentionAgain, OtherProgram, PrefixCopies, StageTimes
+from terapipe.published.programs import (
+    AttentionAgain,
+    OtherProgram,
+    OtherSource,
+    PrefixCopies,
+    ShardedMemory,
+    StageTimes,
+)
 from terapipe.scheduling.footprint import peaks
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.simulator import makespan, program, simulate
@@ -38,8 +45,8 @@ from terapipe.search.choose import choose
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
 from terapipe.search.rivals import Rival, Way, estimate
-from terapipe.search.source import ClusterSource
 from terapipe.search.throughput import step_flops
+from terapipe.search.traffic import ring
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class Setup:
         seq_len: Tokens of a sequence.
         order: Of our orders, the one that equals the published schedule.
         chunks: Stages of a rank.
+        bare_ends: Whether the first stage may be the embedding alone, and the last the head alone.
         slices: A number of slices, their lengths, or ``"planned"``: those that the planner chooses.
         slice_length: Instead of ``slices``: all slices have so many tokens, and the last the rest.
         cut: Where a number of slices is cut: into ``"even"`` lengths, or into equal ``"flops"``.
@@ -66,6 +74,14 @@ class Setup:
             several.
         devices: With ``sharding``, how many devices of the cluster were used; all if left out.
         offload: With ``sharding``, whether what layers keep for their backward is on the host.
+        early_stop: With ``sharding``, whether full recomputation leaves out the last product of a layer, as torch's
+            checkpoints that are not reentrant do.
+        prefetch: With ``sharding``, whether the weights of a layer are gathered while the backward of another one runs,
+            and gradients are summed likewise. FSDP's ``BACKWARD_POST`` gathers weights after the backward before, behind
+            the sum of its gradients, and then a layer waits for both.
+        host_optimizer: With ``sharding``, where the optimizer is on the host: bytes of each parameter that a step reads
+            or writes in the host's memory, and bytes that are copied between it and a device.
+        host_bandwidth: With ``host_optimizer``, bytes per second of a host's memory.
         attention_kernel: The kernel of attention that the program used; that of the device if left out.
         masked: Whether the program passes a mask of its own to attention, which then computes whole rectangles.
         card: Bytes per second of a host's network card, where it is not the cluster's.
@@ -98,6 +114,8 @@ class Setup:
         kv_gradient_bytes: Bytes of the gradients of keys and values of a token, for each feature of queries.
         temporaries: Whether what a backward needs while it runs is counted.
         whole_layer: Bytes of all tokens, for each feature of hidden states and of queries, in a layer's backward.
+        mlp_turn: With ``sharding`` and ``saved``, bytes in the backward of an MLP: see `ShardedMemory`.
+        attention_turn: The same in the backward of attention.
         whole_device: Whether memory was read from the driver, and so includes context and NCCL.
         memory: ``"unlimited"`` if the planner may choose slices without regard to memory.
     """
@@ -111,6 +129,7 @@ class Setup:
     seq_len: int = 1
     order: str = "gpipe"
     chunks: int = 1
+    bare_ends: bool = False
     slices: int | tuple[int, ...] | str = 1
     slice_length: int | None = None
     cut: str = "even"
@@ -119,6 +138,10 @@ class Setup:
     sharding: str = ""
     devices: int | None = None
     offload: bool = False
+    early_stop: bool = False
+    prefetch: bool = True
+    host_optimizer: tuple[float, float] = (0.0, 0.0)
+    host_bandwidth: float = 1.0
     attention_kernel: str = ""
     masked: bool = False
     card: float | None = None
@@ -145,6 +168,8 @@ class Setup:
     kv_gradient_bytes: float | None = None
     temporaries: bool = True
     whole_layer: tuple[float, ...] = (0.0, 0.0)
+    mlp_turn: tuple[float, ...] = (0.0, 0.0)
+    attention_turn: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     whole_device: bool = False
     memory: str = ""
 
@@ -210,12 +235,12 @@ class Simulation:
         return Cluster(cluster.name, host, cluster.hosts)
 
     @cached_property
-    def source(self) -> ClusterSource:
+    def source(self) -> OtherSource:
         """Model and cluster, as the planner takes them."""
         if self.setup.model is None:
             raise ValueError("a setup without a model has no cluster source; give model and cluster")
-        names = ("ends", "sequence_parallel", "scatter", "batched")
-        return ClusterSource(self.setup.model, self.cluster, **{name: getattr(self.setup, name) for name in names})
+        names = ("ends", "sequence_parallel", "scatter", "batched", "early_stop")
+        return OtherSource(self.setup.model, self.cluster, **{name: getattr(self.setup, name) for name in names})
 
     @cached_property
     def evaluator(self) -> PlanEvaluator:
@@ -226,7 +251,7 @@ class Simulation:
     def _request(self) -> Request:
         s, layout = self.setup, self.setup.layout
         memory = MOST_BYTES if s.memory == "unlimited" else None
-        request = Request(s.batch_size, s.seq_len, recompute=s.recompute, memory=memory)
+        request = Request(s.batch_size, s.seq_len, recompute=s.recompute, memory=memory, bare_ends=s.bare_ends)
         return request.fixed(dp=layout.dp, pp=layout.pp, tp=layout.tp)
 
     @cached_property
@@ -321,11 +346,32 @@ class Simulation:
     def step_time(self) -> float:
         """Seconds of a step."""
         if self.setup.sharding:
-            return self.estimate.step_time
+            return self.estimate.step_time + self._waits + self._host_optimizer
         specs = stage_specs(self.plan.boundaries)
         ranks = {tuple(specs[k] for k in self.plan.stages_of(rank)) for rank in range(self.plan.num_ranks)}
         seconds = self.longest_span if self.setup.staggered else self.compute_time
         return seconds + max(self.cost.per_step(rank) - self._hidden_sums(rank) for rank in ranks)
+
+    @property
+    def _waits(self) -> float:
+        """Seconds of gathers and sums over shards in backwards that the estimate hides, where the program does not."""
+        s, way, config = self.setup, self.estimate.way, self.source.config
+        if s.prefetch:
+            return 0.0
+        device, length = self.cluster.host.device, s.seq_len / way.cp
+        weights = config.layer_parameters * (way.shards - 1) / way.shards
+        moved = sum(ring(self.cluster, weights * each, way.shards).seconds for each in (device.element, device.summed))
+        cost = by_side(with_recompute(self.source.cost(Layout()), s.recompute))[0]
+        backward = float(cost.backward(StageSpec(1), way.size, length, (s.seq_len - length) / 2))
+        return config.layers * s.batch_size / (way.dp * way.size) * min(backward, moved)
+
+    @property
+    def _host_optimizer(self) -> float:
+        """Seconds of an optimizer on the hosts, and of what is copied for it, after the backward."""
+        (moved, copied), host, devices = self.setup.host_optimizer, self.cluster.host, self.estimate.way.devices
+        hosts = -(-devices // host.devices)
+        seconds = moved / hosts / self.setup.host_bandwidth + copied / devices / host.copies.bandwidth
+        return self.source.config.parameters * seconds
 
     def _hidden_sums(self, stages: tuple[StageSpec, ...]) -> float:
         """Seconds of a rank's sum over replicas that pass while its last microbatch's backward runs."""
@@ -352,9 +398,20 @@ class Simulation:
     def peak_bytes(self) -> float:
         """Bytes on the device that needs most."""
         if self.setup.sharding:
-            return self.estimate.peak_bytes
+            return self._sharded_peak
         others = CONTEXT + COLLECTIVES * (self.setup.layout.devices > 1) if self.setup.whole_device else 0
         return self._peak(self.plan) + others
+
+    @property
+    def _sharded_peak(self) -> float:
+        """Counted from the program's code if the setup says so, else the estimate of FSDP."""
+        s, way = self.setup, self.estimate.way
+        if not s.saved or s.state_bytes is None:
+            return self.estimate.peak_bytes
+        names = ("state_bytes", "offload", "saved", "mlp_turn", "attention_turn")
+        element = self.cluster.host.device.element
+        memory = ShardedMemory(self.source.config, element, **{name: getattr(s, name) for name in names})
+        return memory.peak(way.size * s.seq_len / way.cp, way.size * s.seq_len, way.shards)
 
     def _peak(self, plan: Plan) -> float:
         return float(max(peaks(program(plan), plan, self.memory)))
