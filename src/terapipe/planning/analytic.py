@@ -88,6 +88,7 @@ class AnalyticCost:
         hosted: Whether a computation takes as long as its host does, if that is longer.
         early_stop: Whether full recomputation is by layers and ends before the last product of each, whose output no
             backward needs, as torch's checkpoints that are not reentrant. Ours, by stages, needs it in the next layer.
+        products_again: Share of a layer's products that light recomputation computes again. Ours none.
     """
 
     config: GPTConfig
@@ -102,6 +103,7 @@ class AnalyticCost:
     batched: bool = False
     hosted: bool = True
     early_stop: bool = False
+    products_again: float = 0.0
 
     def with_recompute(self, mode: Recompute) -> "AnalyticCost":
         """The same costs, with backwards that compute activations again."""
@@ -301,7 +303,8 @@ class AnalyticCost:
         if self.recompute == "full":
             last = self._terms.forward(tokens) - self._terms.block(tokens) + self._all_reduces(size, length) / 2
             return self._layer(size, length, context) - self.early_stop * last
-        products = 0.0 if self.recompute == "light" else self._terms.block(tokens)
+        light = self.recompute == "light"
+        products = self.products_again * self._terms.forward(tokens) if light else self._terms.block(tokens)
         seconds = products + tokens * self._terms.elementwise
         overhead = self.cluster.host.device.layer_overhead
         return np.asarray(overhead + seconds + self._all_reduces(size, length) / 2, dtype=np.float64)

@@ -189,9 +189,11 @@ class OtherSource(ClusterSource):
 
     Attributes:
         early_stop: As in `AnalyticCost`.
+        products_again: As in `AnalyticCost`.
     """
 
     early_stop: bool = False
+    products_again: float = 0.0
 
     def cost(self, layout: Layout) -> Cost:
         """The planner's, with what the program does otherwise.
@@ -200,7 +202,9 @@ class OtherSource(ClusterSource):
             layout: Replicas, pipeline ranks and tensor parallel ranks.
         """
         cost = super().cost(layout)
-        return replace(cost, early_stop=self.early_stop) if isinstance(cost, AnalyticCost) else cost
+        if not isinstance(cost, AnalyticCost):
+            return cost
+        return replace(cost, early_stop=self.early_stop, products_again=self.products_again)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,10 @@ from terapipe.search.rivals import Rival, Way, estimate
 from terapipe.search.throughput import step_flops
 from terapipe.search.traffic import ring
 
+# Seconds of one step of a ring, which has as many as devices but one: to a device of the same host, and to the next
+# host. NCCL's own model (src/graph/tuning.cc), by which it chooses among algorithms.
+RING_STEP, RING_STEP_BETWEEN = 3.4e-6, 9.6e-6
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -74,8 +78,10 @@ class Setup:
             several.
         devices: With ``sharding``, how many devices of the cluster were used; all if left out.
         offload: With ``sharding``, whether what layers keep for their backward is on the host.
-        early_stop: With ``sharding``, whether full recomputation leaves out the last product of a layer, as torch's
+        early_stop: Whether full recomputation is by layers and leaves out the last product of each, as torch's
             checkpoints that are not reentrant do.
+        products_again: Share of a layer's products that the backward of a program computes again, which keeps the rest
+            (recompute light).
         prefetch: With ``sharding``, whether the weights of a layer are gathered while the backward of another one runs,
             and gradients are summed likewise. FSDP's ``BACKWARD_POST`` gathers weights after the backward before, behind
             the sum of its gradients, and then a layer waits for both.
@@ -86,6 +92,7 @@ class Setup:
         masked: Whether the program passes a mask of its own to attention, which then computes whole rectangles.
         card: Bytes per second of a host's network card, where it is not the cluster's.
         rings: Share of that bandwidth which sums over replicas reach, where it is not the cluster's.
+        bandwidth: Bytes per second of a device's memory, where it is not the cluster's.
         overlapped: Whether ranks compute while they send, where it is not as in the cluster.
         summed: Bytes of a gradient in the sum over replicas, where they are not in float32.
         overlapped_sums: Whether gradients are summed over replicas while the last microbatch's backward runs, as
@@ -139,6 +146,7 @@ class Setup:
     devices: int | None = None
     offload: bool = False
     early_stop: bool = False
+    products_again: float = 0.0
     prefetch: bool = True
     host_optimizer: tuple[float, float] = (0.0, 0.0)
     host_bandwidth: float = 1.0
@@ -146,6 +154,7 @@ class Setup:
     masked: bool = False
     card: float | None = None
     rings: float | None = None
+    bandwidth: float | None = None
     overlapped: bool | None = None
     summed: int | None = None
     overlapped_sums: bool = False
@@ -221,6 +230,8 @@ class Simulation:
             host = replace(host, inter_node=replace(host.inter_node, bandwidth=setup.card))
         if setup.rings is not None:
             host = replace(host, rings=setup.rings)
+        if setup.bandwidth is not None:
+            host = replace(host, device=replace(host.device, bandwidth=setup.bandwidth))
         if setup.overlapped is not None:
             host = replace(host, overlapped=setup.overlapped)
         if setup.summed is not None:
@@ -239,7 +250,7 @@ class Simulation:
         """Model and cluster, as the planner takes them."""
         if self.setup.model is None:
             raise ValueError("a setup without a model has no cluster source; give model and cluster")
-        names = ("ends", "sequence_parallel", "scatter", "batched", "early_stop")
+        names = ("ends", "sequence_parallel", "scatter", "batched", "early_stop", "products_again")
         return OtherSource(self.setup.model, self.cluster, **{name: getattr(self.setup, name) for name in names})
 
     @cached_property
@@ -360,7 +371,11 @@ class Simulation:
             return 0.0
         device, length = self.cluster.host.device, s.seq_len / way.cp
         weights = config.layer_parameters * (way.shards - 1) / way.shards
-        moved = sum(ring(self.cluster, weights * each, way.shards).seconds for each in (device.element, device.summed))
+        hosts = -(-way.shards // self.cluster.host.devices)
+        steps = (way.shards - hosts) * RING_STEP + (hosts - 1) * RING_STEP_BETWEEN
+        moved = sum(
+            steps + ring(self.cluster, weights * each, way.shards).seconds for each in (device.element, device.summed)
+        )
         cost = by_side(with_recompute(self.source.cost(Layout()), s.recompute))[0]
         backward = float(cost.backward(StageSpec(1), way.size, length, (s.seq_len - length) / 2))
         return config.layers * s.batch_size / (way.dp * way.size) * min(backward, moved)
