@@ -209,8 +209,8 @@ class OtherSource(ClusterSource):
 
 @dataclass(frozen=True)
 class ShardedMemory:
-    """Bytes on a device of a program that shards weights, gradients and optimizer state (FSDP2), and computes each layer
-    again in its backward. Counted from its code: what is there at a time, in bytes of a token for each feature.
+    """Bytes on a device of a program that shards weights, gradients and optimizer state (FSDP2), and computes each
+    layer again in its backward. Counted from its code: what is there at a time, in bytes of a token for each feature.
 
     The peak is in the backward of a layer, when all that its forward keeps is there again::
 

@@ -83,8 +83,8 @@ class Setup:
         products_again: Share of a layer's products that the backward of a program computes again, which keeps the rest
             (recompute light).
         prefetch: With ``sharding``, whether the weights of a layer are gathered while the backward of another one runs,
-            and gradients are summed likewise. FSDP's ``BACKWARD_POST`` gathers weights after the backward before, behind
-            the sum of its gradients, and then a layer waits for both.
+            and gradients are summed likewise. FSDP's ``BACKWARD_POST`` gathers weights after the backward before,
+            behind the sum of its gradients, and then a layer waits for both.
         host_optimizer: With ``sharding``, where the optimizer is on the host: bytes of each parameter that a step reads
             or writes in the host's memory, and bytes that are copied between it and a device.
         host_bandwidth: With ``host_optimizer``, bytes per second of a host's memory.

@@ -252,6 +252,16 @@ def test_recomputation_adds_a_forward() -> None:
     assert again.backward(LAYER, 1, 512, 512) == pytest.approx(plain.backward(LAYER, 1, 512, 512) + forward)
 
 
+def test_recomputation_that_stops_early_leaves_out_the_last_product_and_its_sum() -> None:
+    full = cost(layout=Layout(1, 1, 8), recompute="full")
+    early, link, c = replace(full, early_stop=True), full.cluster.host.intra_node, full.config
+    product = full.flops_with_ends(2048, c.ffn_hidden // 8, c.hidden) / full.cluster.host.device.rate
+    summed = link.latency + 2 * 7 / 8 * 2048 * c.hidden * 2 / link.bandwidth
+    shorter = full.backward(LAYER, 1, 2048, 0) - early.backward(LAYER, 1, 2048, 0)
+    assert shorter == pytest.approx(product + summed)
+    assert early.forward(LAYER, 1, 2048, 0) == full.forward(LAYER, 1, 2048, 0)
+
+
 def test_ends_can_be_left_out() -> None:
     last = StageSpec(1, last=True)
     assert cost(ends=False).forward(last, 1, 512, 0) == cost().forward(LAYER, 1, 512, 0)
