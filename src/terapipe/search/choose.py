@@ -16,6 +16,7 @@ from terapipe.search.offload import least_offload, may_offload, with_offload
 from terapipe.search.refine import hill_climb, refine, with_few_lengths, with_less_recompute
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
+from terapipe.search.smallest import Smallest, smallest
 from terapipe.search.source import Source
 
 WORK = 60_000  # computations to simulate for each row
@@ -50,8 +51,14 @@ def choose(source: Source, request: Request, progress: Progress = silent) -> Pla
         not refined, so a comparison may show them somewhat faster.
     """
     pool = candidates(source, request)
+    if not pool:
+        _refuse_orders(source, request)
+    if not (least := smallest(pool)).fits:
+        refuse_budget([least.estimate()])
     estimates = best_rows(pool, source, request, progress, far=FAR)
-    rows = _confirm([e for e in estimates if not e.name.endswith(EQUAL)]) or refuse_budget(estimates)
+    rows = _confirm([e for e in estimates if not e.name.endswith(EQUAL)]) or _confirm([_from_smallest(least)])
+    if not rows:  # it is too long to count whole, and a little larger than a part of it said
+        refuse_budget([least.estimate()])
     picked = pick(rows)
     runners_up = tuple(sorted((e for e in rows if e is not picked), key=preference))
     chosen = _without_shards(picked)
@@ -66,6 +73,13 @@ def choose(source: Source, request: Request, progress: Progress = silent) -> Pla
         )
     limited = replace(limited, name=chosen.name)
     return PlanResult(limited, runners_up, request, source, limited.step_time / chosen.step_time)
+
+
+def _from_smallest(least: Smallest) -> PlanEstimate:
+    """The row of the smallest plan, for requests that leave so little memory that the search finds nothing else."""
+    start = least.estimate()
+    finished = finish(start)
+    return replace(finished if finished.fits and finished.sliced == start.sliced else start, name=_row_name(start))
 
 
 def pick(rows: Sequence[PlanEstimate]) -> PlanEstimate:
@@ -504,10 +518,6 @@ def _refuse_orders(source: Source, request: Request) -> NoReturn:
     )
 
 
-class DoesNotFitError(ValueError):
-    """No plan fits into memory. Its message says what the smallest that was tried needs."""
-
-
 def refuse_budget(rows: Sequence[PlanEstimate]) -> NoReturn:
     """Says that no plan fits, and which one is the smallest.
 
@@ -516,8 +526,15 @@ def refuse_budget(rows: Sequence[PlanEstimate]) -> NoReturn:
     """
     least = min(rows, key=lambda c: c.peak_bytes)
     evaluator = evaluator_of(least)
+    if least.peak_bytes <= (evaluator.budget or 0):
+        raise ValueError(
+            f"no plan fits into {(evaluator.host_budget or 0) / 2**30:.2f} GiB of the host's memory per device: the "
+            f"smallest found needs {least.host_bytes / 2**30:.2f} GiB there ({least.layout}, order "
+            f"{least.plan.order}, recomputation {recompute_title(least.plan.recompute)}); take more devices, a smaller "
+            "batch or shorter sequences, or raise host_memory if the host has more"
+        )
     hint = "; offload='auto' keeps what slices need in the host's memory" if evaluator.request.offload == "none" else ""
-    raise DoesNotFitError(
+    raise ValueError(
         f"no plan fits into {(evaluator.budget or 0) / 2**30:.2f} GiB per device: the smallest found needs "
         f"{least.peak_bytes / 2**30:.2f} GiB ({least.layout}, order {least.plan.order}, "
         f"recomputation {recompute_title(least.plan.recompute)}); take more devices, a smaller batch or "
