@@ -12,7 +12,7 @@ from terapipe.planning.slices import Plan, even_lengths
 from terapipe.search.bounds import Work
 from terapipe.search.candidates import Candidate, candidates
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference
-from terapipe.search.offload import least_offload, may_offload, with_offload
+from terapipe.search.offload import least_offload, may_offload, may_offload_to_fit, with_offload
 from terapipe.search.refine import hill_climb, refine, with_few_lengths, with_less_recompute
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
@@ -77,8 +77,11 @@ def choose(source: Source, request: Request, progress: Progress = silent) -> Pla
 
 def _from_smallest(least: Smallest) -> PlanEstimate:
     """The row of the smallest plan, for requests that leave so little memory that the search finds nothing else."""
-    start = least.estimate()
-    finished = finish(start)
+    start = finished = least.estimate()
+    if not start.plan.offloads:
+        finished = finish(start)
+    elif may_offload_to_fit(least.evaluator):
+        finished = least_offload(least.evaluator, start)
     return replace(finished if finished.fits and finished.sliced == start.sliced else start, name=_row_name(start))
 
 
@@ -213,6 +216,8 @@ def best_rows(
         # Refinement may have merged the slices. Whole sequences have their own row.
         best = replace(best if best.sliced == row.sliced else start, name=row.name)
         best_by_title[best.title] = best
+        if best.fits:
+            limit = min(limit, far * best.step_time)
     if not best_by_title:
         _refuse_orders(source, request)
     if request.offload is None and not source.knows_host and not any(e.fits for e in best_by_title.values()):
@@ -277,7 +282,8 @@ def sweep_offload(pool: list[Candidate], best: PlanEstimate) -> PlanEstimate | N
     budget, beside = evaluator.budget, evaluator.host_budget
     if not may_offload(evaluator) or budget is None or beside is None:
         return None
-    larger = (c for c in pool if budget < c.peak < budget + beside)
+    slowest = ERROR * best.step_time if best.fits else inf  # by the formula, as in ``sweep``
+    larger = (c for c in pool if budget < c.peak < budget + beside and c.estimate <= slowest)
     promising = sorted(_bounds(larger, _limit(best)), key=lambda pair: pair[0])
     for bound, candidate in promising[:OFFLOADS]:
         if bound > _limit(start):
@@ -463,7 +469,7 @@ def finish(start: PlanEstimate) -> PlanEstimate:
     """Refines the slices, unless order or request fix them, and tries other ways to spread the layers: ranks of equal
     time usually are the fastest, sometimes stages of equal time, or with equally many layers."""
     evaluator = evaluator_of(start)
-    if not start.fits and start.peak_bytes > NEAR * (evaluator.budget or 0):
+    if _is_far_too_large(start):
         return _with_less_memory(evaluator, start)
     estimate = _uniform_recompute(evaluator, start)
     if start.sliced and not evaluator.request.fixed_slices:
@@ -475,6 +481,11 @@ def finish(start: PlanEstimate) -> PlanEstimate:
     return _with_less_memory(evaluator, min(start, with_less_recompute(evaluator, estimate), key=preference))
 
 
+def _is_far_too_large(start: PlanEstimate) -> bool:
+    """Whether no refinement makes it fit, so that only offload may."""
+    return not start.fits and start.peak_bytes > NEAR * (evaluator_of(start).budget or 0)
+
+
 def _with_less_memory(evaluator: PlanEvaluator, estimate: PlanEstimate) -> PlanEstimate:
     """The plan with slices offloaded, if the request wants it. Memory that is left is spent on less recomputation."""
     moved = with_offload(evaluator_of(estimate), estimate)
@@ -484,6 +495,8 @@ def _with_less_memory(evaluator: PlanEvaluator, estimate: PlanEstimate) -> PlanE
 def _refine_even(start: PlanEstimate) -> PlanEstimate:
     """The best number of equal slices."""
     evaluator = evaluator_of(start)
+    if _is_far_too_large(start):
+        return _with_less_memory(evaluator, start)
     request, plan = evaluator.request, start.plan
 
     def evaluate(count: int, limit: float) -> PlanEstimate:

@@ -28,7 +28,8 @@ from terapipe.search.evaluator import Needs, PlanEstimate, PlanEvaluator
 from terapipe.search.offload import may_offload_to_fit, offload_few, offload_share, with_keys_and_values
 
 FIRST = 32  # slices to begin with, if there may be so many
-MOST = 1 << 16  # computations of the largest plan to try
+MOST = 1 << 15  # computations of the largest plan to try
+Name = tuple[bool, int]  # of a shape: whether stages have equally many layers; the place of what is offloaded
 SAME = 0.98  # of the limit: what counting in tiles may change of it
 
 
@@ -40,6 +41,7 @@ class Smallest:
     plan: Plan
     needs: Needs
     kind: "Kind"
+    shape: "Name"
 
     @property
     def fits(self) -> bool:
@@ -71,8 +73,8 @@ class Kind:
         best: Smallest | None = None
         for evaluator in self.evaluators:
             hopeless = True
-            for shape in self._shapes(evaluator):
-                own, limit = self._with_more_slices(evaluator, shape)
+            for name, shape in self._shapes(evaluator).items():
+                own, limit = self._with_more_slices(evaluator, name, shape)
                 best = own if best is None or own.excess < best.excess else best
                 if own.fits:
                     return own
@@ -82,25 +84,38 @@ class Kind:
         assert best is not None
         return best
 
-    def _shapes(self, evaluator: PlanEvaluator) -> Iterator[Plan]:
-        """Plans of one slice each, for everything but slices: where stages end, and what is offloaded."""
-        whole = evaluator.plan(self.order, self.size, (evaluator.request.seq_len,), self.chunks)
-        for boundaries in dict.fromkeys((whole.boundaries, evaluator.even_boundaries(self.chunks))):
-            plain, wish = replace(whole, boundaries=boundaries), evaluator.request.offload
-            if isinstance(wish, float):
-                yield replace(plain, offload_kv=bool(evaluator.request.offload_kv))
-            elif may_offload_to_fit(evaluator):
-                for plans in with_keys_and_values(evaluator, [plain]):
-                    yield from (replace(plan, offload=True) for plan in plans)
-            else:
-                yield plain
+    def fits_like(self, other: Smallest) -> bool:
+        """Whether a plan with the same mode, ends of stages and offload fits as one for other sequences does.
 
-    def _with_more_slices(self, evaluator: PlanEvaluator, shape: Plan) -> tuple[Smallest, float]:
+        Args:
+            other: The smallest plan of this kind for other sequences.
+        """
+        (evaluator,) = (each for each in self.evaluators if each.recompute == other.evaluator.recompute)
+        shapes, (_, place) = self._shapes(evaluator), other.shape
+        shape = shapes.get(other.shape) or shapes[False, place]  # stages of equal time have equally many layers here
+        return self._with_more_slices(evaluator, other.shape, shape)[0].fits
+
+    def _shapes(self, evaluator: PlanEvaluator) -> dict[Name, Plan]:
+        """Plans of one slice each, for everything but slices: where stages end, and what is offloaded."""
+        wish, shapes = evaluator.request.offload, dict[Name, Plan]()
+        time = evaluator.plan(self.order, self.size, (evaluator.request.seq_len,), self.chunks)
+        layers = replace(time, boundaries=evaluator.even_boundaries(self.chunks))
+        for even, plain in enumerate(dict.fromkeys((time, layers))):
+            plans = [plain]
+            if isinstance(wish, float):
+                plans = [replace(plain, offload_kv=bool(evaluator.request.offload_kv))]
+            elif may_offload_to_fit(evaluator):
+                variants = with_keys_and_values(evaluator, plans)
+                plans = [replace(plan, offload=True) for group in variants for plan in group]
+            shapes |= {(bool(even), place): plan for place, plan in enumerate(plans)}
+        return shapes
+
+    def _with_more_slices(self, evaluator: PlanEvaluator, name: Name, shape: Plan) -> tuple[Smallest, float]:
         """The plan with the number of slices that fits, or with the most that were tried; and the bytes that it cannot
         get below."""
         best, last, limit = None, (0, 0), 0.0
         for count in self._counts(evaluator, shape):
-            own = self._evaluate(evaluator, shape, count)
+            own = self._evaluate(evaluator, name, shape, count)
             best = own if best is None or own.excess < best.excess else best
             if own.fits or own.needs.device <= (evaluator.budget or inf):  # if the host is full, slices do not help
                 break
@@ -125,7 +140,7 @@ class Kind:
             yield count
             count *= 2
 
-    def _evaluate(self, evaluator: PlanEvaluator, shape: Plan, count: int) -> Smallest:
+    def _evaluate(self, evaluator: PlanEvaluator, name: Name, shape: Plan, count: int) -> Smallest:
         """The plan with so many slices. If it fits with everything offloaded, as few as necessary are."""
         request = evaluator.request
         lengths = request.slice_lengths or even_lengths(
@@ -138,7 +153,7 @@ class Kind:
         if plan.offload is True and needs.device <= (evaluator.budget or inf):
             plan = offload_few(evaluator, replace(plan, offload=False))
             needs = evaluator.needs(plan)
-        return Smallest(evaluator, plan, needs, self)
+        return Smallest(evaluator, plan, needs, self, name)
 
     def of(self, pool: list[Candidate]) -> "Kind | None":
         """The same kind for other sequences, or None if they have none.
@@ -191,11 +206,11 @@ def smallest(pool: list[Candidate]) -> Smallest:
 def longest(candidates_for: Callable[[int], list[Candidate]], most: int) -> int:
     """The largest number of blocks of tokens for which a plan fits, to 2 %; 0 if none does even for one.
 
-    The kind that fits is followed as far as it goes, by bisection; then all kinds are asked for the next length::
+    The plan that fits is followed as far as it goes, by bisection; then all are asked for the next length::
 
-        all kinds, 1 block    kind A fits 1, 2, 4, ... 512, not 1024, ... at last 610
-        all kinds, 622        kind B fits, ... at last 700
-        all kinds, 714        none: the answer is 700
+        all, 1 block      plan A fits 1, 2, 4, ... 512, not 1024, ... at last 610
+        all, 622          plan B fits, ... at last 700
+        all, 714          none: the answer is 700
 
     Args:
         candidates_for: Makes the candidates for so many blocks.
@@ -206,16 +221,16 @@ def longest(candidates_for: Callable[[int], list[Candidate]], most: int) -> int:
         own = smallest(candidates_for(step := min(most, blocks + max(1, blocks // 50))))
         if not own.fits:
             break
-        blocks = _longest_of(own.kind, candidates_for, step, most)
+        blocks = _longest_like(own, candidates_for, step, most)
     return blocks
 
 
-def _longest_of(kind: Kind, candidates_for: Callable[[int], list[Candidate]], fits: int, most: int) -> int:
-    """How many blocks fit with plans of one kind, to 2 %."""
+def _longest_like(one: Smallest, candidates_for: Callable[[int], list[Candidate]], fits: int, most: int) -> int:
+    """How many blocks fit with plans like this one, to 2 %."""
 
     def fit(blocks: int) -> bool:
-        own = kind.of(candidates_for(blocks))
-        return own is not None and own.smallest().fits
+        own = one.kind.of(candidates_for(blocks))
+        return own is not None and own.fits_like(one)
 
     while 2 * fits <= most and fit(2 * fits):
         fits *= 2
