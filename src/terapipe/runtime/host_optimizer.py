@@ -204,14 +204,15 @@ def torchao_class(user: str) -> Any:
     return import_extra("torchao.optim", "quantized", user).CPUOffloadOptimizer
 
 
-def is_torchao_class(kind: Any) -> bool:
+def is_torchao_class(kind: Any, *, itself: bool = False) -> bool:
     """Whether a class is torchao's, or one of its subclasses. By name, so that torchao need not be there.
 
     Args:
         kind: Any object.
+        itself: Whether subclasses do not count.
     """
-    names = (f"{base.__module__}.{base.__qualname__}" for base in getattr(kind, "__mro__", ()))
-    return any(name.startswith("torchao.") and name.endswith(".CPUOffloadOptimizer") for name in names)
+    bases = getattr(kind, "__mro__", ())[: 1 if itself else None]
+    return any(base.__module__.startswith("torchao.") and base.__name__ == "CPUOffloadOptimizer" for base in bases)
 
 
 def _refuse(parameters: list[Tensor]) -> None:

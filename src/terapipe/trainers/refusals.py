@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.decoder import Decoder
+from terapipe.hf.quantized import quantization_of
 from terapipe.hf.refusals import find_dropouts, refuse_unfit, untrainable
 from terapipe.hf.routers import with_router_logits
 from terapipe.hf.verify.small_model import shrink_config, small_model
@@ -145,6 +146,27 @@ def refuse_recomputation(decoder: Decoder, config: PipelineConfig, args: Any) ->
             f"got {asked}={getattr(config if asked == 'recompute' else args, asked)!r}; take "
             f"{'recompute=None and ' * (asked == 'recompute')}gradient_checkpointing=False"
         )
+
+
+def refuse_compiling(decoder: Decoder, config: PipelineConfig, args: Any) -> None:
+    """Refuses ``torch_compile`` where layers are not compiled, which making a pipeline would find out later.
+
+    Args:
+        decoder: The model.
+        config: Which may say tensor parallel, or a mode of recomputation.
+        args: The trainer's ``TrainingArguments``.
+    """
+    reasons = {
+        f"{type(decoder.model).__name__} is cut through its own cache, which compiled layers would not change": (
+            decoder.backend == "cache"
+        ),
+        "quantized layers were not verified compiled": quantization_of(decoder.model) is not None,
+        "operators of compiled layers are not split over devices (tp)": config.tp > 1,
+        "recompute='light' cannot look into compiled layers": config.recompute == "light",
+    }
+    for reason, holds in reasons.items():
+        if args.torch_compile and holds:
+            raise ValueError(f"torch_compile=True does not go with this: {reason}; leave it off")
 
 
 def refuse_router_losses(trainer: Any, *, in_model: bool, is_plain: bool, replicas: int) -> None:

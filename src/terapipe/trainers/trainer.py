@@ -60,6 +60,7 @@ from terapipe.trainers.refusals import (
     optimizer_of,
     recompute_of,
     refuse_arguments,
+    refuse_compiling,
     refuse_recomputation,
     refuse_router_losses,
     refuse_untrainable,
@@ -231,6 +232,7 @@ class PipelineMixin:
         with unpatched(inner):
             decoder = Decoder(trainer.model)
         refuse_recomputation(decoder, self.pipeline_config, trainer.args)
+        refuse_compiling(decoder, self.pipeline_config, trainer.args)
         refuse_router_losses(
             trainer, in_model=decoder.has_auxiliary_losses, is_plain=self._is_plain(), replicas=self.layout.dp
         )
@@ -250,14 +252,14 @@ class PipelineMixin:
         self._stop_checkpointing()
         trainer = self._trainer
         kind, options = trainer.optimizer_cls_and_kwargs or (None, {})
-        if is_torchao_class(kind):  # takes gradients before they are clipped
+        if is_torchao_class(kind, itself=True):  # takes gradients before they are clipped
             trainer.optimizer_cls_and_kwargs = HostOptimizer, options
         optimizer: Any = super().create_optimizer(self.make_pipeline().pipe)  # type: ignore[misc]
-        if is_torchao_class(type(optimizer)):  # made by the user
+        if is_torchao_class(type(optimizer)):  # made by the user, or of a class of theirs
             if trainer.lr_scheduler is not None:
                 raise ValueError(
-                    "torchao's CPUOffloadOptimizer takes gradients before they are clipped, and its scheduler cannot be "
-                    "given to the one that does not; leave the scheduler to the trainer: optimizers=(optimizer, None)"
+                    "torchao's CPUOffloadOptimizer takes gradients before they are clipped, so another takes its place "
+                    "here, which a scheduler of it does not know; leave that to the trainer: optimizers=(it, None)"
                 )
             optimizer = trainer.optimizer = HostOptimizer.adopt(optimizer)
         return cast(torch.optim.Optimizer, optimizer)

@@ -69,3 +69,8 @@ def test_two_stages(kind: str, changes: dict[str, Any], tmp_path: Path, ranks: C
 def test_inductor(tmp_path: Path) -> None:
     wanted = causal(str(tmp_path / "plain"), None, **STEPS)
     check(compiled("causal", str(tmp_path / "own"), {"slices": 5}, "inductor")[0], wanted)
+
+
+def test_light_recomputation_is_refused_beside_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="torch_compile=True does not go with this: recompute='light'"):
+        causal(str(tmp_path), {"slices": 5, "recompute": "light"}, torch_compile=True)
