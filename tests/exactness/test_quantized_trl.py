@@ -27,12 +27,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def load(base: str, dtype: str) -> Any:
-    """NF4, with products in the dtype of the rest."""
+    """NF4, with products in the dtype of the rest. TRL casts adapters to bfloat16 if a model says that it is quantized:
+    not where float32 is to be compared."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     torch.manual_seed(3)
     quantization = BitsAndBytesConfig(**QUANTIZATIONS["nf4"], bnb_4bit_compute_dtype=DTYPES[dtype])
-    return AutoModelForCausalLM.from_pretrained(base, quantization_config=quantization, dtype=DTYPES[dtype])
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantization, dtype=DTYPES[dtype])
+    if dtype == "float32":
+        model.is_loaded_in_4bit = False
+    return model
 
 
 def trained(kind: str, folder: str, own: dict[str, Any] | None, base: str, dtype: str, **changes: Any) -> runs.Run:
