@@ -64,11 +64,12 @@ def test_in_float32(kind: str, base: str, tmp_path: Path, ranks: Callable[[int],
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_at_the_defaults(kind: str, base: str, tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
-    """In bfloat16, where plain and pipelined runs round differently."""
+    """In bfloat16, adapters too, plain and pipelined runs round differently, and more so with each update: bounds are
+    loose, and ``test_in_float32`` shows that it is no more than rounding."""
     wanted = trained(kind, str(tmp_path / "plain"), None, base, "bfloat16")
     one = trained(kind, str(tmp_path / "one"), {"slices": 5}, base, "bfloat16")
     for found in (one, *ranks(2)(trained, kind, str(tmp_path / "two"), {"slices": 5}, base, "bfloat16")):
-        assert found.column("loss") == pytest.approx(wanted.column("loss"), rel=1e-2)
+        assert found.column("loss") == pytest.approx(wanted.column("loss"), rel=3e-2)
         assert found.column("grad_norm") == pytest.approx(wanted.column("grad_norm"), rel=0.1)
         assert found.weights.keys() == wanted.weights.keys()
         assert {x.dtype for x in found.weights.values()} == {x.dtype for x in wanted.weights.values()}
