@@ -10,6 +10,7 @@ from terapipe.runtime.comm.errors import PipelineError
 from terapipe.runtime.comm.failures import FailureReport
 from terapipe.runtime.comm.mesh import ALL, device_mesh
 from terapipe.runtime.comm.transport import Transport
+from terapipe.runtime.host_optimizer import HostOptimizer
 from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.profiler import Profiler
@@ -18,6 +19,7 @@ from terapipe.runtime.random_state import rng_state, seed_rng, set_rng_state
 __all__ = [
     "ALL",
     "FailureReport",
+    "HostOptimizer",
     "MemoryCounter",
     "Pipeline",
     "PipelineError",

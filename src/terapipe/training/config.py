@@ -222,10 +222,11 @@ class PlanConfig(PlanOptions):
 class OptimizerConfig:
     """The optimizer."""
 
-    name: Literal["adamw", "adamw-8bit"] = key(
+    name: Literal["adamw", "adamw-8bit", "adamw-offload"] = key(
         "adamw",
         "adamw: in half precision with a float32 copy of the weights; adamw-8bit: torchao's, two bytes of state for "
-        "each weight, for float32 weights without tensor parallel or shards",
+        "each weight, for float32 weights; adamw-offload: adamw by torchao's CPUOffloadOptimizer, with its state in "
+        "the host's memory, on GPUs only. The last two not with tensor parallel or shards",
     )
     lr: float = key(3e-4, "peak learning rate")
     beta1: float = key(0.9, "decay rate of the running mean of gradients", share=True)

@@ -167,8 +167,8 @@ def with_virtual_tokens() -> Any:
     ("changes", "reason"),
     [
         ({"fp16": True}, "use bf16=True"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-        ({"torch_compile": True}, "torch_compile"),
+        ({"torch_compile_mode": "reduce-overhead"}, "torch_compile_mode='reduce-overhead' .*one by one"),
+        ({"use_liger_kernel": True}, "use_liger_kernel=True .*take torch_compile=True"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"optim": "galore_adamw_layerwise"}, "optim=.*in the middle of a backward"),
         ({"optim": "lomo"}, "optim=.*in the middle of a backward"),
