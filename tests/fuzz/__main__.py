@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,21 +17,25 @@ import torch
 from tests.fuzz.breaks import BREAKS
 from tests.fuzz.case import Case, program
 from tests.fuzz.check import CRASHED, EQUAL, REFUSED, WRONG, Outcome, close_groups, outcome_of
-from tests.fuzz.draw import draw, features
+from tests.fuzz.draw import draw, features, is_quick
 from tests.fuzz.shrink import shrink
 
+Finding = tuple[int, Outcome, list[str], float]  # a case's number, what came of it, its features, CPU seconds
 SHOWN = 5  # failures that are shrunk; the others are counted
 ROOM = 8  # cases that a worker is given at a time
 
 
 def main() -> int:
     arguments = _arguments()
-    print(f"SEED={arguments.seed} CASES={arguments.cases} SECONDS={arguments.seconds} JOBS={arguments.jobs}", flush=True)
+    print(
+        f"SEED={arguments.seed} CASES={arguments.cases} SECONDS={arguments.seconds} JOBS={arguments.jobs}", flush=True
+    )
     begun, totals, drawn, refusals = time.monotonic(), Counter[str](), Counter[str](), Counter[str]()
-    failures: list[tuple[int, Outcome]] = []
-    for number, outcome, names in _outcomes(arguments):
+    failures, busy = list[tuple[int, Outcome]](), 0.0
+    for number, outcome, names, seconds in _outcomes(arguments):
         totals[outcome.kind] += 1
         drawn.update(names)
+        busy += seconds
         if outcome.kind == REFUSED:
             refusals[re.sub(r"\d+", "N", outcome.reason)[:160]] += 1
         elif outcome.kind != EQUAL:
@@ -49,6 +53,7 @@ def main() -> int:
         "wrong": totals[WRONG],
         "refused": totals[REFUSED],
         "crashed": totals[CRASHED],
+        "cpu_seconds": round(busy, 1),
         "seconds": round(done, 1),
     }
     print(json.dumps(summary), flush=True)
@@ -62,14 +67,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further case is begun")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; 0 for this one alone")
+    parser.add_argument("--quick", action="store_true", help="without types of transformers and other processes")
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     parser.add_argument("--break", dest="broken", choices=BREAKS, help="break the library first, to see it noticed")
     return parser.parse_args()
 
 
-def _outcomes(arguments: argparse.Namespace) -> Iterator[tuple[int, Outcome, list[str]]]:
+def _outcomes(arguments: argparse.Namespace) -> Iterator[Finding]:
     """What came of each case, in the order in which they end."""
-    numbers = range(arguments.first, arguments.first + arguments.cases)
+    numbers: Sequence[int] = range(arguments.first, arguments.first + arguments.cases)
+    if arguments.quick:
+        numbers = [number for number in numbers if is_quick(draw(arguments.seed, number))]
     end = time.monotonic() + arguments.seconds
     if not arguments.jobs:
         _prepare(arguments.broken)
@@ -88,7 +96,7 @@ def _outcomes(arguments: argparse.Namespace) -> Iterator[tuple[int, Outcome, lis
         yield from _share_out(workers, chunks, end)
 
 
-def _share_out(workers: "list[_Worker]", chunks: list[range], end: float) -> Iterator[tuple[int, Outcome, list[str]]]:
+def _share_out(workers: "list[_Worker]", chunks: list[Sequence[int]], end: float) -> Iterator[Finding]:
     waiting = list(reversed(chunks))
     for worker in workers:
         if waiting:
@@ -115,24 +123,24 @@ class _Worker:
         self._process.start()
         theirs.close()
 
-    def begin(self, numbers: range) -> None:
+    def begin(self, numbers: Sequence[int]) -> None:
         self.left = list(numbers)
         self.connection.send(self.left)
 
-    def receive(self) -> tuple[int, Outcome, list[str]]:
+    def receive(self) -> Finding:
         try:
-            number, outcome, names = self.connection.recv()
+            finding: Finding = self.connection.recv()
         except EOFError:  # the case killed the process
             number = self.left[0]
             self._process.join()
-            outcome, names = Outcome(CRASHED, f"the process ended with {self._process.exitcode}"), []
+            outcome = Outcome(CRASHED, f"the process ended with {self._process.exitcode}")
             left = self.left[1:]
             self._start()
             self.left = left
             self.connection.send(left)
-            return number, outcome, names
-        self.left.remove(number)
-        return number, outcome, names
+            return number, outcome, [], 0.0
+        self.left.remove(finding[0])
+        return finding
 
     def close(self) -> None:
         self.connection.close()
@@ -161,9 +169,10 @@ def _prepare(broken: str | None) -> None:
         _broken.enter_context(BREAKS[broken]())
 
 
-def _run(name: tuple[int, int]) -> tuple[int, Outcome, list[str]]:
-    case = draw(*name)
-    return name[1], outcome_of(case), features(case)
+def _run(name: tuple[int, int]) -> Finding:
+    case, begun = draw(*name), time.process_time()
+    outcome = outcome_of(case)
+    return name[1], outcome, features(case), time.process_time() - begun
 
 
 def _explain(arguments: argparse.Namespace, number: int, outcome: Outcome) -> None:

@@ -17,7 +17,7 @@ from terapipe.runtime.loss_head import TokenLoss
 @contextmanager
 def no_context_gradients() -> Iterator[None]:
     """Gradients of earlier keys and values are not added."""
-    with mock.patch.object(_EarlierGradients, "add", lambda *args, **options: None):
+    with mock.patch.object(_EarlierGradients, "add", return_value=None):
         yield
 
 
@@ -36,7 +36,7 @@ def wrong_scale() -> Iterator[None]:
 @contextmanager
 def other_masks() -> Iterator[None]:
     """What is computed again draws other random numbers."""
-    with mock.patch.object(RandomState, "set", lambda self: torch.manual_seed(1)):
+    with mock.patch.object(RandomState, "set", side_effect=lambda: torch.manual_seed(1)):
         yield
 
 

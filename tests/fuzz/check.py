@@ -19,7 +19,7 @@ from terapipe import Layout, Pipeline
 from terapipe.modeling.stage import IGNORE
 from terapipe.runtime.comm.transport import Transport
 from terapipe.scheduling.actions import Op
-from tests.fuzz.case import Case, HuggingFace, Step, program
+from tests.fuzz.case import Case, HuggingFace, Step
 from tests.fuzz.models import model_of
 from tests.fuzz.own import Dropout
 from tests.fuzz.plain import (
@@ -280,8 +280,3 @@ def _plain_name(name: str, names: dict[str, Tensor]) -> str:
     if name in names or not name.endswith("head.weight"):
         return name
     return next((other for other in names if "embedding" in other or "embed_tokens" in other or "wte" in other), name)
-
-
-def reproduce(case: Case) -> str:
-    """The case as a program."""
-    return program(case)

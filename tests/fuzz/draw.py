@@ -64,15 +64,8 @@ def _model(rng: random.Random, kind: str) -> Gpt | Own | HuggingFace:
 
 
 def _layer(rng: random.Random) -> str:
-    parts = [rng.choice(list(KINDS)) for _ in range(rng.choice((1, 1, 1, 2)))]
-    two = [part for part in parts if part not in ("convolution", "recurrence")]
-    return "+".join(dict.fromkeys(two)) if _names_differ(two) else parts[0]
-
-
-def _names_differ(parts: Sequence[str]) -> bool:
-    """Whether at most one part of a layer uses the cache, where layers have one name."""
-    without = ("mlp", "relu", "checkpointed", "gated", "twice", "bare", "low-rank", "experts", "strided")
-    return sum(part not in without for part in parts) <= 1
+    """One kind, or two side by side."""
+    return "+".join(rng.choice(list(KINDS)) for _ in range(rng.choice((1, 1, 1, 2))))
 
 
 # Plans
@@ -200,6 +193,11 @@ def _over_processes(rng: random.Random, case: Case) -> Case:
         replicas=2 if ranks == "sharded" else 1,
         objective="cross-entropy" if plain else case.objective,
     )
+
+
+def is_quick(case: Case) -> bool:
+    """Whether it needs neither transformers nor other processes, which take long to begin with."""
+    return case.ranks == "turns" and not isinstance(case.model, HuggingFace)
 
 
 def features(case: Case) -> list[str]:

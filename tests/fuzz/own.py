@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from terapipe import PipelineModel, SliceCache, Stage, attend
+from terapipe import PipelineModel, Stage, attend
 from terapipe.modeling.stage import AuxiliaryLoss, SumsOver, TensorParallel
 from tests.fuzz.case import Own
 
@@ -70,9 +70,9 @@ def plain_attention(
 
 
 class Attention(nn.Module):
-    def __init__(self, number: int, kv_heads: int = HEADS, width: int = HIDDEN // HEADS, **options: Any) -> None:
+    def __init__(self, name: str, kv_heads: int = HEADS, width: int = HIDDEN // HEADS, **options: Any) -> None:
         super().__init__()
-        self.number, self.kv_heads, self.width, self.options = number, kv_heads, width, options
+        self.name, self.kv_heads, self.width, self.options = name, kv_heads, width, options
         size = HIDDEN // HEADS
         self.q, self.k = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, kv_heads * size, bias=False)
         self.v, self.out = nn.Linear(HIDDEN, kv_heads * width), nn.Linear(HEADS * width, HIDDEN)
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         if isinstance(cache, Rows):
             mixed = plain_attention(q, k, v, cache, **options)
         else:
-            mixed = attend(q, k, v, cache, self.number, **options)
+            mixed = attend(q, k, v, cache, self.name, **options)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def _layers(self) -> list[tuple[nn.Module, int]]:
@@ -94,22 +94,22 @@ class Attention(nn.Module):
 class TwoAttentions(nn.Module):
     """One layer that attends twice, with the same weights."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.inner = Attention(number)
+        self.inner = Attention(name)
 
     def forward(self, x: Tensor, cache: Any) -> Tensor:
-        number = self.inner.number
+        name = self.inner.name
         first = self.inner(x, cache)
-        self.inner.number = (number, "again")  # type: ignore[assignment]
+        self.inner.name = f"{name} again"
         try:
             return first + 0.5 * self.inner(torch.tanh(first), cache)
         finally:
-            self.inner.number = number
+            self.inner.name = name
 
 
 class Mlp(nn.Module):
-    def __init__(self, number: int, activation: Callable[[Tensor], Tensor] = F.gelu) -> None:
+    def __init__(self, name: str, activation: Callable[[Tensor], Tensor] = F.gelu) -> None:
         super().__init__()
         self.up, self.down, self.activation = nn.Linear(HIDDEN, 24), nn.Linear(24, HIDDEN), activation
 
@@ -125,7 +125,7 @@ class Checkpointed(Mlp):
 
 
 class Gated(nn.Module):
-    def __init__(self, number: int) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
         self.gate_up, self.down = nn.Linear(HIDDEN, 40, bias=False), nn.Linear(20, HIDDEN, bias=False)
 
@@ -137,7 +137,7 @@ class Gated(nn.Module):
 class Twice(nn.Module):
     """One linear layer, called twice."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
         self.linear = nn.Linear(HIDDEN, HIDDEN)
 
@@ -148,7 +148,7 @@ class Twice(nn.Module):
 class Bare(nn.Module):
     """Parameters that are no module's: a matrix, a scale, a bias."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
         self.weight, self.scale = nn.Parameter(torch.zeros(HIDDEN, HIDDEN)), nn.Parameter(torch.ones(HIDDEN))
         self.bias = nn.Parameter(torch.zeros(HIDDEN))
@@ -160,7 +160,7 @@ class Bare(nn.Module):
 class LowRank(nn.Module):
     """A frozen matrix and a trained one of two columns."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
         self.base = nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
         self.a, self.b = nn.Linear(HIDDEN, 2, bias=False), nn.Linear(2, HIDDEN, bias=False)
@@ -172,32 +172,32 @@ class LowRank(nn.Module):
 class Recurrence(nn.Module):
     """h[t] = a[t] * h[t - 1] + (1 - a[t]) * u[t], anew in every document."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.number = number
+        self.name = name
         self.gate, self.inner, self.out = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
 
     def forward(self, x: Tensor, cache: Any) -> Tensor:
         gates, inner = torch.sigmoid(self.gate(x)), torch.tanh(self.inner(x))
         positions = cache.positions if isinstance(cache, Rows) else cache.positions(x.device)
         gates = gates * (positions > 0)[..., None]
-        state = torch.zeros_like(inner[:, 0]) if isinstance(cache, Rows) else cache.get_state(self.number)
+        state = torch.zeros_like(inner[:, 0]) if isinstance(cache, Rows) else cache.get_state(self.name)
         states = []
         for t in range(x.shape[1]):
             new = (1 - gates[:, t]) * inner[:, t]
             state = new if state is None else gates[:, t] * state + new
             states.append(state)
         if not isinstance(cache, Rows):
-            cache.set_state(self.number, states[-1])
+            cache.set_state(self.name, states[-1])
         return self.out(torch.stack(states, 1))
 
 
 class Convolution(nn.Module):
     """A causal convolution of each feature, which does not look beyond the beginning of a document."""
 
-    def __init__(self, number: int, places: int) -> None:
+    def __init__(self, name: str, places: int) -> None:
         super().__init__()
-        self.number, self.places = number, places
+        self.name, self.places = name, places
         self.inner, self.kernel = nn.Linear(HIDDEN, HIDDEN), nn.Parameter(torch.zeros(places, HIDDEN))
 
     def forward(self, x: Tensor, cache: Any) -> Tensor:
@@ -207,10 +207,10 @@ class Convolution(nn.Module):
             wide = torch.cat([before.to(inner.dtype), inner], 1)
         else:
             positions = cache.positions(x.device)
-            left = cache.get_state(self.number)
+            left = cache.get_state(self.name)
             wide = torch.cat([before.to(inner.dtype) if left is None else left, inner], 1)
             if self.places > 1:
-                cache.set_state(self.number, wide[:, wide.shape[1] - self.places + 1 :])
+                cache.set_state(self.name, wide[:, wide.shape[1] - self.places + 1 :])
         out = torch.zeros_like(inner)
         for back in range(self.places):
             first = self.places - 1 - back
@@ -222,7 +222,7 @@ class Convolution(nn.Module):
 class Experts(nn.Module):
     """A mixture of two of three experts, whose router has an auxiliary loss if the model has one."""
 
-    def __init__(self, number: int, balance: bool) -> None:
+    def __init__(self, name: str, balance: bool) -> None:
         super().__init__()
         self.balance = balance
         self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
@@ -244,9 +244,9 @@ class Experts(nn.Module):
 class Dropout(nn.Module):
     """Draws as torch does, and tells what it drew, so that the plain model can drop the same."""
 
-    def __init__(self, number: int, native: bool) -> None:
+    def __init__(self, name: str, native: bool) -> None:
         super().__init__()
-        self.name, self.native, self.linear = f"{number}", native, nn.Linear(HIDDEN, HIDDEN)
+        self.name, self.native, self.linear = name, native, nn.Linear(HIDDEN, HIDDEN)
         self.note: Callable[[str, Tensor], None] = lambda name, mask: None
 
     def forward(self, x: Tensor, cache: Any) -> Tensor:
@@ -266,7 +266,7 @@ class Dropout(nn.Module):
 class Strided(nn.Module):
     """Views, an operation in place, and an output that is not contiguous."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
         self.linear, self.out = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
 
@@ -275,33 +275,33 @@ class Strided(nn.Module):
         return self.out(inner.transpose(0, 1)).transpose(0, 1)
 
 
-KINDS: dict[str, Callable[[int, bool], nn.Module]] = {
-    "attention": lambda n, _: Attention(n),
-    "one-head": lambda n, _: Attention(n, kv_heads=1),
-    "wide-values": lambda n, _: Attention(n, kv_heads=2, width=7),
-    "sinks": lambda n, _: Attention(n, sinks=True),
-    "softcap": lambda n, _: Attention(n, softcap=2.0),
-    "window-1": lambda n, _: Attention(n, window=1),
-    "window-3": lambda n, _: Attention(n, window=3),
-    "window-9": lambda n, _: Attention(n, kv_heads=2, window=9, sinks=True),
-    "chunk-4": lambda n, _: Attention(n, chunk=4),
-    "chunk-7": lambda n, _: Attention(n, kv_heads=2, chunk=7, softcap=3.0),
-    "two-attentions": lambda n, _: TwoAttentions(n),
-    "mlp": lambda n, _: Mlp(n),
-    "relu": lambda n, _: Mlp(n, F.relu),
-    "checkpointed": lambda n, _: Checkpointed(n),
-    "gated": lambda n, _: Gated(n),
-    "twice": lambda n, _: Twice(n),
-    "bare": lambda n, _: Bare(n),
-    "low-rank": lambda n, _: LowRank(n),
-    "recurrence": lambda n, _: Recurrence(n),
-    "convolution-1": lambda n, _: Convolution(n, 1),
-    "convolution-4": lambda n, _: Convolution(n, 4),
-    "convolution-8": lambda n, _: Convolution(n, PLACES),
+KINDS: dict[str, Callable[[str, bool], nn.Module]] = {
+    "attention": lambda name, _: Attention(name),
+    "one-head": lambda name, _: Attention(name, kv_heads=1),
+    "wide-values": lambda name, _: Attention(name, kv_heads=2, width=7),
+    "sinks": lambda name, _: Attention(name, sinks=True),
+    "softcap": lambda name, _: Attention(name, softcap=2.0),
+    "window-1": lambda name, _: Attention(name, window=1),
+    "window-3": lambda name, _: Attention(name, window=3),
+    "window-9": lambda name, _: Attention(name, kv_heads=2, window=9, sinks=True),
+    "chunk-4": lambda name, _: Attention(name, chunk=4),
+    "chunk-7": lambda name, _: Attention(name, kv_heads=2, chunk=7, softcap=3.0),
+    "two-attentions": lambda name, _: TwoAttentions(name),
+    "mlp": lambda name, _: Mlp(name),
+    "relu": lambda name, _: Mlp(name, F.relu),
+    "checkpointed": lambda name, _: Checkpointed(name),
+    "gated": lambda name, _: Gated(name),
+    "twice": lambda name, _: Twice(name),
+    "bare": lambda name, _: Bare(name),
+    "low-rank": lambda name, _: LowRank(name),
+    "recurrence": lambda name, _: Recurrence(name),
+    "convolution-1": lambda name, _: Convolution(name, 1),
+    "convolution-4": lambda name, _: Convolution(name, 4),
+    "convolution-8": lambda name, _: Convolution(name, PLACES),
     "experts": Experts,
-    "dropout": lambda n, _: Dropout(n, native=False),
-    "native-dropout": lambda n, _: Dropout(n, native=True),
-    "strided": lambda n, _: Strided(n),
+    "dropout": lambda name, _: Dropout(name, native=False),
+    "native-dropout": lambda name, _: Dropout(name, native=True),
+    "strided": lambda name, _: Strided(name),
 }
 
 
@@ -317,7 +317,9 @@ class Block(nn.Module):
     def __init__(self, kind: str, number: int, balance: bool) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(HIDDEN) if number % 2 else nn.LayerNorm(HIDDEN)
-        self.parts = nn.ModuleList(KINDS[part](number, balance) for part in kind.split("+"))
+        # Each has a name of its own in the cache.
+        parts = enumerate(kind.split("+"))
+        self.parts = nn.ModuleList(KINDS[part](f"{number}.{i}", balance) for i, part in parts)
 
     def forward(self, x: Tensor, cache: Any) -> Tensor:
         inner = self.norm(x)
@@ -412,4 +414,4 @@ class OwnModel(Stage, PipelineModel):
         return self
 
 
-__all__ = ["KINDS", "Dropout", "OwnModel", "Rows", "SliceCache", "balance_of"]
+__all__ = ["KINDS", "Dropout", "OwnModel", "Rows", "balance_of"]

@@ -1,6 +1,7 @@
 """What a case's loss and gradients are, by the plain model in one piece."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -109,8 +110,6 @@ def plain_result(case: Case, masks: Masks, dtype: str = "") -> Result:
         masks: What the pipeline's dropout drew.
         dtype: Another dtype, for the truth about one that is coarse.
     """
-    from dataclasses import replace
-
     case = replace(case, dtype=dtype or case.dtype, autocast=case.autocast and not dtype)
     model, losses = model_of(case, 0), []
     for number, step in enumerate(case.steps):
@@ -136,8 +135,8 @@ def _loss(case: Case, logits: Tensor, batch: Batch) -> Tensor:
         return values_loss(wide, batch.targets) / batch.ids.numel()
     if name == TOKENS:
         counted = (batch.labels != IGNORE).sum()
-        parts = [log_probs_of(x, t) for x, t in zip(wide.split(batch.rows), batch.labels.split(batch.rows), strict=True)]
-        return torch.stack([weigh_values(part, counted) for part in parts]).sum()
+        values = log_probs_of(wide, batch.labels).split(batch.rows)
+        return torch.stack([weigh_values(part, counted) for part in values]).sum()
     if name in OBJECTIVES:
         plain: Callable[[Tensor, Any], Tensor] = OBJECTIVES[name][1]
         return plain(wide, batch.targets)

@@ -11,6 +11,18 @@ from terapipe.planning.recompute import for_any_slices
 from tests.fuzz.case import Case, Gpt, HuggingFace, Own, Step
 
 TRIES, SECONDS = 400, 300.0
+OPTIONS = (
+    "ranks",
+    "objective",
+    "dtype",
+    "autocast",
+    "frozen",
+    "switches",
+    "evaluates",
+    "fused",
+    "verifies",
+    "training",
+)
 
 
 def shrink(case: Case, fails: Callable[[Case], bool]) -> tuple[Case, int]:
@@ -41,24 +53,24 @@ def _smaller(case: Case) -> Iterator[Case]:
     """Cases that are one thing simpler, those that take most away first."""
     for steps in _fewer(case.steps):
         yield replace(case, steps=steps)
-    plain = Case()
-    names = ("ranks", "objective", "dtype", "autocast", "frozen", "switches", "evaluates", "fused", "verifies", "training")
-    for name in names:
-        yield replace(case, **{name: getattr(plain, name)})
+    for name in OPTIONS:
+        yield replace(case, **{name: getattr(Case(), name)})
     if case.replicas > 1 and case.ranks != "sharded":
         yield _with_plan(replace(case, replicas=1), case.plan)
     for i, step in enumerate(case.steps):
-        for simpler in (replace(step, plan=None), replace(step, documents=None), replace(step, ignored=False)):
-            # A plan of the batch's own may have other rows than documents are for: both have the same shape here.
-            yield replace(case, steps=(*case.steps[:i], simpler, *case.steps[i + 1 :]))
-        yield replace(case, steps=(*case.steps[:i], Step(documents=step.documents, plan=step.plan), *case.steps[i + 1 :]))
+        for change in ({"plan": None}, {"documents": None}, {"ignored": False}, {"seed": 0}):
+            yield _with_step(case, i, replace(step, **change))  # type: ignore[arg-type]
     for plan in _smaller_plans(case):
         yield _with_plan(case, plan)
     for model in _smaller_models(case.model):
         yield replace(case, model=model)
     for i, step in enumerate(case.steps):
         for documents in _fewer_documents(step):
-            yield replace(case, steps=(*case.steps[:i], replace(step, documents=documents), *case.steps[i + 1 :]))
+            yield _with_step(case, i, replace(step, documents=documents))
+
+
+def _with_step(case: Case, i: int, step: Step) -> Case:
+    return replace(case, steps=(*case.steps[:i], step, *case.steps[i + 1 :]))
 
 
 def _fewer(items: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -178,6 +190,7 @@ def _with_plan(case: Case, plan: Plan) -> Case:
         if documents is not None:
             shorter = tuple(tuple(start for start in row if start < plan.seq_len) for row in documents[:rows])
             documents = shorter if len(shorter) == rows else None
-        same = step.plan is not None and step.plan.boundaries == plan.boundaries and plan.lengths == case.plan.lengths
-        steps.append(replace(step, documents=documents, plan=step.plan if same and plan.sizes == case.plan.sizes else None))
+        shape = (plan.boundaries, plan.chunks, plan.order, plan.lengths, plan.sizes)
+        same = shape == (case.plan.boundaries, case.plan.chunks, case.plan.order, case.plan.lengths, case.plan.sizes)
+        steps.append(replace(step, documents=documents, plan=step.plan if same else None))
     return replace(case, plan=plan, steps=tuple(steps))
