@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from multiprocessing import connection as connections
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def _share_out(workers: "list[_Worker]", chunks: list[Sequence[int]], end: float
         if waiting:
             worker.begin(waiting.pop())
     while busy := [worker for worker in workers if worker.left]:
-        for connection in mp.connection.wait([worker.connection for worker in busy]):
+        for connection in connections.wait([worker.connection for worker in busy]):
             worker = next(worker for worker in busy if worker.connection is connection)
             yield worker.receive()
             if not worker.left and waiting and time.monotonic() < end:

@@ -144,8 +144,9 @@ def _in_processes(case: Case) -> list[Result]:
         _groups[size] = Ranks(size)
     try:
         return _groups[size](piped, case, None, {})
-    except BaseException:
-        _groups.pop(size).close()  # a case that hung leaves the group waiting
+    except BaseException as error:
+        if not isinstance(error, ValueError):  # the group may be waiting for ever
+            _groups.pop(size).close()
         raise
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -52,7 +53,12 @@ def plan_of(case: Case, step: Step) -> Plan:
 
 
 def batch_of(case: Case, step: Step) -> Batch:
-    """The numbers of a batch, whose every row has a label that counts."""
+    """The numbers of a batch, whose every row has a label that counts. They do not depend on dtypes."""
+    return _batch_of(replace(case, dtype="float64", autocast=False), step)
+
+
+@lru_cache(maxsize=8)  # every rank asks
+def _batch_of(case: Case, step: Step) -> Batch:
     plan, generator = plan_of(case, step), torch.Generator().manual_seed(step.seed)
     shape = (plan.batch_size * case.replicas, plan.seq_len)
     ids, labels = (torch.randint(IDS, shape, generator=generator) for _ in range(2))
@@ -111,9 +117,9 @@ def plain_result(case: Case, masks: Masks, dtype: str = "") -> Result:
         dtype: Another dtype, for the truth about one that is coarse.
     """
     case = replace(case, dtype=dtype or case.dtype, autocast=case.autocast and not dtype)
+    batches = [batch_of(case, step) for step in case.steps]  # first: they may use the same model
     model, losses = model_of(case, 0), []
-    for number, step in enumerate(case.steps):
-        batch = batch_of(case, step)
+    for number, (step, batch) in enumerate(zip(case.steps, batches, strict=True)):
         mine = {name: mask.to(getattr(torch, case.dtype)) for (at, name), mask in masks.items() if at == number}
         with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
             logits, rows = logits_of(model, batch.ids, step, mine)
