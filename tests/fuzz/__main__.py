@@ -33,7 +33,7 @@ def main() -> int:
     )
     begun, totals, drawn, refusals = time.monotonic(), Counter[str](), Counter[str](), Counter[str]()
     failures, busy = list[tuple[int, Outcome]](), 0.0
-    for number, outcome, names, seconds in _outcomes(arguments):
+    for number, outcome, names, seconds in _until_interrupted(_outcomes(arguments)):
         totals[outcome.kind] += 1
         drawn.update(names)
         busy += seconds
@@ -72,6 +72,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     parser.add_argument("--break", dest="broken", choices=BREAKS, help="break the library first, to see it noticed")
     return parser.parse_args()
+
+
+def _until_interrupted(findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Ctrl-C ends a run early, with what it has seen."""
+    try:
+        yield from findings
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
 
 
 def _outcomes(arguments: argparse.Namespace) -> Iterator[Finding]:
