@@ -170,6 +170,7 @@ def _with_options(rng: random.Random, case: Case) -> Case:
         dtype = "float64"  # rounding may choose another expert
     frozen = tuple(rng.sample(FROZEN, rng.choice((1, 1, 2)))) if rng.random() < 0.15 else ()
     switches = case.objective == TOKENS and rng.random() < 0.6
+    fused = rng.random() < (0.98 if "light" in case.plan.recompute_modes else 0.85)  # light is refused without it
     return replace(
         case,
         dtype=dtype,
@@ -178,8 +179,8 @@ def _with_options(rng: random.Random, case: Case) -> Case:
         training=rng.random() < 0.85,
         switches=switches,
         evaluates=rng.random() < 0.15,
-        fused=rng.random() < 0.85,
-        verifies=not is_hf and rng.random() < 0.04,
+        fused=fused,
+        verifies=not is_hf and rng.random() < 0.01,
     )
 
 
