@@ -2,28 +2,21 @@
 
 import argparse
 import json
-import multiprocessing as mp
 import os
 import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from multiprocessing import connection as connections
-from typing import Any
-
-import torch
 
 from tests.fuzz.breaks import BREAKS
 from tests.fuzz.case import Case, program
 from tests.fuzz.check import CRASHED, EQUAL, REFUSED, WRONG, Outcome, close_groups, outcome_of
-from tests.fuzz.draw import draw, features, is_quick
+from tests.fuzz.draw import draw, is_quick
 from tests.fuzz.shrink import shrink
+from tests.fuzz.workers import Finding, prepare, run, share_out
 
-Finding = tuple[int, Outcome, list[str], float]  # a case's number, what came of it, its features, CPU seconds
 SHOWN = 5  # failures that are shrunk; the others are counted
-ROOM = 8  # cases that a worker is given at a time
 
 
 def main() -> int:
@@ -89,105 +82,20 @@ def _outcomes(arguments: argparse.Namespace) -> Iterator[Finding]:
         numbers = [number for number in numbers if is_quick(draw(arguments.seed, number))]
     end = time.monotonic() + arguments.seconds
     if not arguments.jobs:
-        _prepare(arguments.broken)
+        prepare(arguments.broken)
         for number in numbers:
             if time.monotonic() > end:
                 break
-            yield _run((arguments.seed, number))
+            yield run(arguments.seed, number)
         close_groups()
         return
-    context = mp.get_context("spawn")
-    chunks = [numbers[i : i + ROOM] for i in range(0, len(numbers), ROOM)]
-    with ExitStack() as stack:
-        workers = [_Worker(context, arguments.seed, arguments.broken) for _ in range(arguments.jobs)]
-        for worker in workers:
-            stack.callback(worker.close)
-        yield from _share_out(workers, chunks, end)
-
-
-def _share_out(workers: "list[_Worker]", chunks: list[Sequence[int]], end: float) -> Iterator[Finding]:
-    waiting = list(reversed(chunks))
-    for worker in workers:
-        if waiting:
-            worker.begin(waiting.pop())
-    while busy := [worker for worker in workers if worker.left]:
-        for connection in connections.wait([worker.connection for worker in busy]):
-            worker = next(worker for worker in busy if worker.connection is connection)
-            yield worker.receive()
-            if not worker.left and waiting and time.monotonic() < end:
-                worker.begin(waiting.pop())
-
-
-class _Worker:
-    """A process that runs cases, and is started anew when one ends it."""
-
-    def __init__(self, context: Any, seed: int, broken: str | None) -> None:
-        self._context, self._seed, self._broken = context, seed, broken
-        self.left: list[int] = []
-        self._start()
-
-    def _start(self) -> None:
-        self.connection, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=_work, args=(theirs, self._seed, self._broken))
-        self._process.start()
-        theirs.close()
-
-    def begin(self, numbers: Sequence[int]) -> None:
-        self.left = list(numbers)
-        self.connection.send(self.left)
-
-    def receive(self) -> Finding:
-        try:
-            finding: Finding = self.connection.recv()
-        except EOFError:  # the case killed the process
-            number = self.left[0]
-            self._process.join()
-            outcome = Outcome(CRASHED, f"the process ended with {self._process.exitcode}")
-            left = self.left[1:]
-            self._start()
-            self.left = left
-            self.connection.send(left)
-            return number, outcome, [], 0.0
-        self.left.remove(finding[0])
-        return finding
-
-    def close(self) -> None:
-        self.connection.close()
-        self._process.join(30)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-
-def _work(connection: Any, seed: int, broken: str | None) -> None:
-    _prepare(broken)
-    try:
-        while True:
-            for number in connection.recv():
-                connection.send(_run((seed, number)))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        close_groups()
-
-
-_broken = ExitStack()
-
-
-def _prepare(broken: str | None) -> None:
-    torch.set_num_threads(1)
-    if broken:
-        _broken.enter_context(BREAKS[broken]())
-
-
-def _run(name: tuple[int, int]) -> Finding:
-    case, begun = draw(*name), time.process_time()
-    outcome = outcome_of(case)
-    return name[1], outcome, features(case), time.process_time() - begun
+    yield from share_out(numbers, arguments.seed, arguments.jobs, arguments.broken, end)
 
 
 def _explain(arguments: argparse.Namespace, number: int, outcome: Outcome) -> None:
     """Prints the smallest case that fails alike, as a program."""
     if arguments.jobs:
-        _prepare(arguments.broken)
+        prepare(arguments.broken)
         arguments.jobs = 0
     last = [outcome]
 
