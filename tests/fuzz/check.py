@@ -1,5 +1,6 @@
 """A case through a pipeline, compared with the plain model."""
 
+import re
 import signal
 import sys
 import traceback
@@ -90,9 +91,10 @@ def outcome_of(case: Case) -> Outcome:
 
 def _is_refusal(error: Exception) -> bool:
     """Whether the library said no, by a ValueError that it raised itself."""
-    frames = traceback.extract_tb(error.__traceback__)
-    notes = "".join(getattr(error, "__notes__", ()))  # of an error that came from another process
-    return isinstance(error, ValueError) and (frames[-1].filename.startswith(SOURCE) or bool(notes))
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    for note in getattr(error, "__notes__", ()):  # the traceback of an error that came from another process
+        files += re.findall(r'File "([^"]+)"', note)
+    return isinstance(error, ValueError) and files[-1].startswith(SOURCE)
 
 
 @contextmanager
