@@ -1,7 +1,7 @@
 """Processes: start a function or a module on several ranks of this machine, and write jobs for clusters.
 
-`processes` starts ranks, `loopback` lets them meet, `stopped` ends those that cannot end themselves; `job` only writes
-text.
+`processes` starts ranks, `loopback` lets them meet, `stopped` ends those that cannot end themselves; `forked` starts
+many ranks that compute nothing, and `emulation` runs a plan on them; `job` only writes text.
 """
 
 from importlib import import_module
