@@ -12,7 +12,7 @@
 A saved plan has its costs inside. Other costs (``--cluster``, ``--profile``) ask what the same plan would do elsewhere.
 Without a saved plan, the verb plans first, with the options of ``terapipe plan``. ``--measured`` puts a real step
 beside the simulated one: ``pipe.timeline().to_json()`` of a run, or what `terapipe train` writes. ``--emulate`` runs
-the step itself, on emulated devices: a process of this machine for each rank, which sleeps where a device would compute.
+the step itself, on emulated devices: one process of this machine for each rank, which sleeps in place of computing.
 """
 
 import argparse

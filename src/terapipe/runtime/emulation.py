@@ -223,9 +223,13 @@ class EmulatedStage(Stage):
     def __init__(self, k: int, seconds: Mapping[Place, Seconds], draw_factor: Any) -> None:
         super().__init__()
         self._is_first, self._seconds, self._draw_factor = k == 0, seconds, draw_factor
-        self.weight = nn.Parameter(torch.zeros(()))
         self.late = 0.0
-        self.register_parameter(f"stage{k}", self.weight)
+        self.register_parameter(f"stage{k}", nn.Parameter(torch.zeros(())))
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The one parameter, whose gradient counts backwards."""
+        return next(self.parameters())
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
         assert isinstance(cache, EmulatedCache)

@@ -1,6 +1,5 @@
 """Emulated devices: what a stage sleeps is what the cost model says, action by action."""
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +40,7 @@ def test_each_computation_sleeps_once_what_it_costs(
     plan = Plan(PLAN.sizes, PLAN.lengths, (0, 1, 4) if chunks == 2 else (0, 4), order, chunks, recompute)
     pipe, slept = sleeps(plan, monkeypatch)
     events = predict(plan, COST).computations
-    assert Counter(slept) == pytest.approx(Counter(round(e.end - e.start, 9) for e in events))
+    assert sorted(slept) == pytest.approx(sorted(e.end - e.start for e in events))
     for stage in pipe.stages.values():
         assert isinstance(stage, EmulatedStage)
         assert stage.weight.grad == len(plan.slices)
@@ -74,7 +73,7 @@ def test_what_cannot_be_emulated_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="slowdown one number above 0 for each of the 2 ranks"):
         Emulation.of(two, COST, slowdown=(1.5,))
     with pytest.raises(ValueError, match="have no activations to copy"):
-        Emulation.of(replace(PLAN, offload=1.0), COST)
+        Emulation.of(replace(PLAN, offload=True), COST)
     pipe, _ = sleeps(PLAN, monkeypatch)
     ids = torch.zeros(2, 8, dtype=torch.int64)
     with pytest.raises(ValueError, match="run the plan that they were made for, got a slice of 2 sequences"):
