@@ -107,6 +107,8 @@ def run(parsed: argparse.Namespace) -> int:
     """
     if parsed.json:
         refuse_with("--json", parsed, "width")
+    if parsed.emulate:
+        refuse_with("--emulate, which measures", parsed, "measured")
     if parsed.width is not None and not 1 <= parsed.width <= MOST_COLUMNS:
         raise ValueError(f"--width is a number of columns between 1 and {MOST_COLUMNS}, got {parsed.width}")
     check_outputs(parsed)
@@ -117,7 +119,7 @@ def run(parsed: argparse.Namespace) -> int:
         if measured.plan != result.plan:
             raise ValueError(f"{parsed.measured} was measured with another plan; simulate the plan that was run")
         runs.append(RunView.of("measured", measured, result.memory))
-    emulated = _emulate(parsed, result) if parsed.emulate else None
+    emulated = _emulate(result) if parsed.emulate else None
     if emulated is not None:
         runs.append(RunView.of("measured", emulated.measured, result.memory))
     _write(parsed, runs, result)
@@ -132,16 +134,14 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _emulate(parsed: argparse.Namespace, result: PlanResult) -> "EmulatedRun":
+def _emulate(result: PlanResult) -> "EmulatedRun":
     """Runs the plan's step on emulated devices of this machine.
 
     Args:
-        parsed: The options. A timeline of a real run has the same place on the page.
         result: The plan with its costs.
     """
     from terapipe.launch.emulation import emulate
 
-    refuse_with("--emulate, which measures", parsed, "measured")
     return emulate(result.plan, result.known_source().cost(result.layout))
 
 
