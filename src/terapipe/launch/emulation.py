@@ -20,6 +20,7 @@ import torch
 from terapipe.launch.forked import ForkedRanks
 from terapipe.planning.cost import Cost
 from terapipe.planning.slices import Plan
+from terapipe.runtime.comm.errors import PipelineError
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.emulation import (
     EmulatedModel,
@@ -35,7 +36,7 @@ from terapipe.scheduling.timeline import Timeline
 MOST_RANKS = 256  # of which each needs some 30 MiB, and all of them the same few cores
 STEPS = 3  # of which the first finds everything cold
 LEAST = 5e-3  # seconds of a mean computation below which sleeping is not exact enough
-SHARE = 4e-3  # ... and for each rank that shares a core: several times what a computation costs the core itself
+SHARE = 2e-3  # ... and for each rank that shares a core: several times what a computation costs the core itself
 PATIENCE = 120.0  # seconds for ranks to start, and for what they do beside sleeping
 
 
@@ -48,7 +49,7 @@ class RankReport(NamedTuple):
         mebibytes: of memory that it has for itself.
         steps: of each step, its timeline; on the first rank only.
         cpu: of each step, seconds that the process computed.
-        late: seconds by which its sleeps ended too late, all in all.
+        late: of each step, seconds by which its sleeps ended too late.
         loss: of the last step: the number of stages if every slice went through all.
         backwards: how many backwards each of its stages had in one step.
     """
@@ -58,7 +59,7 @@ class RankReport(NamedTuple):
     mebibytes: float
     steps: tuple[Timeline | None, ...]
     cpu: tuple[float, ...]
-    late: float
+    late: tuple[float, ...]
     loss: float
     backwards: tuple[float, ...]
 
@@ -82,7 +83,11 @@ class EmulatedRun:
     @property
     def measured(self) -> Timeline:
         """The fastest step: whatever else the machine did can only have taken time."""
-        return min(self.timelines, key=lambda timeline: timeline.makespan)
+        return self.timelines[self._fastest]
+
+    @property
+    def _fastest(self) -> int:
+        return min(range(len(self.timelines)), key=lambda step: self.timelines[step].makespan)
 
     @property
     def ratio(self) -> float:
@@ -104,6 +109,11 @@ class EmulatedRun:
         """Seconds for each computation by which the step took longer than predicted, unstretched: the executor, its
         messages, and this machine's scheduler."""
         return self.stretch * (self.measured.makespan - self.predicted.makespan) / self.actions
+
+    @property
+    def late(self) -> float:
+        """The part of it by which sleeps ended too late: the mean over ranks, since each waits for the others."""
+        return sum(report.late[self._fastest + 1] for report in self.reports) / len(self.reports) / self.actions
 
 
 def emulate(
@@ -142,7 +152,7 @@ def emulate(
     with ForkedRanks(plan.num_ranks, run_steps, emulation, time.monotonic(), steps, timeout) as ranks:
         answers = ranks.answers(patience)
     if errors := [f"rank {rank}: {answer.error}" for rank, answer in enumerate(answers) if answer.error]:
-        raise RuntimeError(f"{len(errors)} of {plan.num_ranks} emulated ranks failed; {errors[0]}")
+        raise PipelineError(f"{len(errors)} of {plan.num_ranks} emulated ranks failed; {errors[0]}")
     reports = tuple(answer.value for answer in answers)
     _check_counts(plan, reports)
     measured = tuple(_unstretched(timeline, stretch) for timeline in reports[0].steps[1:])
@@ -175,18 +185,19 @@ def run_steps(emulation: Emulation, start: float, steps: int, timeout: float) ->
     joined = time.monotonic() - start
     pipe.transport.gather(None)
     ready = time.monotonic() - start
-    timelines, cpu, plan, loss = [], [], emulation.plan, torch.zeros(())
+    stages = [stage for stage in pipe.stages.values() if isinstance(stage, EmulatedStage)]
+    timelines, cpu, late, plan, loss = [], [], list[float](), emulation.plan, torch.zeros(())
     ids = torch.zeros(plan.batch_size, plan.seq_len, dtype=torch.int64)
     for _ in range(steps):
         pipe.transport.gather(None)
         spent = time.process_time()
         loss = pipe.step(ids, ids + 1)
         cpu.append(time.process_time() - spent)
+        late.append(sum(stage.late for stage in stages) - sum(late))
         timelines.append(pipe.timeline_on_first())
-    stages = [stage for stage in pipe.stages.values() if isinstance(stage, EmulatedStage)]
     backwards = tuple(0.0 if s.weight.grad is None else float(s.weight.grad) / steps for s in stages)
-    late = sum(stage.late for stage in stages)
-    report = RankReport(ready, joined, own_mebibytes(), tuple(timelines), tuple(cpu), late, float(loss), backwards)
+    each = tuple(timelines), tuple(cpu), tuple(late)
+    report = RankReport(ready, joined, own_mebibytes(), *each, float(loss), backwards)
     pipe.transport.gather(None)  # nobody leaves while others still send
     return report
 
@@ -218,7 +229,7 @@ def _check_counts(plan: Plan, reports: Sequence[RankReport]) -> None:
     slices, stages = float(len(plan.slices)), float(plan.num_stages)
     for rank, report in enumerate(reports):
         if report.loss != stages or set(report.backwards) != {slices}:
-            raise RuntimeError(
+            raise PipelineError(
                 f"every one of {slices:g} slices must go through {stages:g} stages, forwards and backwards; on rank "
                 f"{rank} slices saw {report.loss:g} stages, and stages had {report.backwards} backwards"
             )

@@ -53,7 +53,8 @@ class ForkedRanks:
         self.start = time.monotonic()
         self._store = open_store()
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload([function.__module__, "terapipe.runtime", __name__])
+        # Also the program itself, which multiprocessing would run again in each process.
+        context.set_forkserver_preload(["__main__", function.__module__, "terapipe.runtime", __name__])
         self._answers: dict[int, Answer] = {}
         self._processes, self._connections = [], list[Connection]()
         with on_loopback():
