@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from terapipe.launch.emulation import own_mebibytes, start_pipeline
-from terapipe.runtime import PipelineError
-from terapipe.runtime.emulation import Emulation
+from terapipe.launch import emulated_pipeline, own_mebibytes
+from terapipe.runtime import Emulation, PipelineError
 
 
 class Told(NamedTuple):
@@ -26,7 +25,7 @@ class Told(NamedTuple):
 
 
 def step_until_failure(emulation: Emulation, start: float, timeout: float, at_work: Path) -> Told:
-    pipe = start_pipeline(emulation, timeout)
+    pipe = emulated_pipeline(emulation, timeout)
     pipe.transport.gather(None)
     ready, plan = time.monotonic() - start, emulation.plan
     ids = torch.zeros(plan.batch_size, plan.seq_len, dtype=torch.int64)

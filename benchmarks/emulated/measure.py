@@ -10,9 +10,9 @@ from typing import NamedTuple
 from benchmarks.emulated.failure import step_until_failure
 from benchmarks.harness import arguments, summary, table
 from terapipe import Plan
-from terapipe.launch.emulation import EmulatedRun, emulate
-from terapipe.launch.forked import ForkedRanks
-from terapipe.runtime.emulation import Emulation, predict
+from terapipe.launch import EmulatedRun, ForkedRanks, emulate
+from terapipe.runtime import Emulation
+from terapipe.scheduling import schedule, simulate
 from tests.support.costs import SimpleCost
 
 ORDERS = {
@@ -136,7 +136,7 @@ def start_and_kill(ranks: int) -> tuple[float, float, float, str]:
             deadline = time.monotonic() + 2 * PATIENCE
             while not at_work.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
-            time.sleep(predict(case.plan, case.cost).makespan / 2)  # in the middle of a step
+            time.sleep(simulated(case) / 2)  # in the middle of a step
             killed = time.monotonic() - processes.start
             processes.kill(victim)
             answers = processes.answers(2 * PATIENCE)
@@ -170,8 +170,8 @@ def straggling(ranks: int, steps: int) -> dict[str, float]:
     return {"straggler": spans[1] / spans[0], "straggler_planned_again": spans[2] / spans[0]}
 
 
-def simulated(case: Case, slowdown: tuple[float, ...]) -> float:
-    return predict(case.plan, case.cost, slowdown).makespan
+def simulated(case: Case, slowdown: tuple[float, ...] = ()) -> float:
+    return simulate(schedule(case.plan), case.cost, slowdown).makespan
 
 
 def moved(case: Case, slow: int, layers: int) -> Case:

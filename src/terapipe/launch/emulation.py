@@ -181,7 +181,7 @@ def run_steps(emulation: Emulation, start: float, steps: int, timeout: float) ->
         steps: how many.
         timeout: seconds that a rank waits for another.
     """
-    pipe = start_pipeline(emulation, timeout)
+    pipe = emulated_pipeline(emulation, timeout)
     joined = time.monotonic() - start
     pipe.transport.gather(None)
     ready = time.monotonic() - start
@@ -202,7 +202,7 @@ def run_steps(emulation: Emulation, start: float, steps: int, timeout: float) ->
     return report
 
 
-def start_pipeline(emulation: Emulation, timeout: float) -> Pipeline:
+def emulated_pipeline(emulation: Emulation, timeout: float) -> Pipeline:
     """Meets the other ranks and makes this one's pipeline.
 
     Args:
