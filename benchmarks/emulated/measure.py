@@ -80,7 +80,7 @@ def main() -> None:
         "ranks that named it",
     )
     table("Start and failure", header, [[ranks, *each] for ranks, each in grown])
-    late = straggling(4 if quick else 8, steps)
+    late = straggling(*((4, 1) if quick else (8, 4)), steps)
     errors = [abs(run.ratio - 1) for _, run in runs]
     figures = {"worst": max(errors), "median": median(errors), **own}
     for ranks, (ready, mebibytes, told, _) in grown:
@@ -128,7 +128,8 @@ def start_and_kill(ranks: int) -> tuple[float, float, float, str]:
     """Seconds until all ranks had their pipelines, mebibytes of a rank in the middle, seconds from the end of one rank
     until all others have told of it, and how many of them named it."""
     case, victim = Case(ranks, "terapipe-1f1b"), ranks // 2
-    emulation = Emulation.of(case.plan, case.cost)
+    stretch = SECONDS[8] / SECONDS[ranks]  # steps need not be exact here
+    emulation = Emulation.of(case.plan, case.cost, stretch=stretch)
     with tempfile.TemporaryDirectory() as folder:
         at_work = Path(folder) / "at work"
         work = (emulation, time.monotonic(), PATIENCE, at_work)
@@ -136,7 +137,7 @@ def start_and_kill(ranks: int) -> tuple[float, float, float, str]:
             deadline = time.monotonic() + 2 * PATIENCE
             while not at_work.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
-            time.sleep(simulated(case) / 2)  # in the middle of a step
+            time.sleep(stretch * simulated(case) / 2)  # in the middle of a step
             killed = time.monotonic() - processes.start
             processes.kill(victim)
             answers = processes.answers(2 * PATIENCE)
@@ -148,9 +149,9 @@ def start_and_kill(ranks: int) -> tuple[float, float, float, str]:
     return ready, others[0].value.mebibytes, told, f"{named} of {ranks - 1}"
 
 
-def straggling(ranks: int, steps: int) -> dict[str, float]:
+def straggling(ranks: int, microbatches: int, steps: int) -> dict[str, float]:
     """A step whose middle rank is slower than planned for, and one planned for that: with fewer layers there."""
-    case, slow = Case(ranks, "terapipe-1f1b", microbatches=4), ranks // 2
+    case, slow = Case(ranks, "terapipe-1f1b", microbatches=microbatches), ranks // 2
     slowdown = tuple(STRAGGLER if rank == slow else 1.0 for rank in range(ranks))
     again = min((moved(case, slow, layers) for layers in range(1, LAYERS + 1)), key=lambda c: simulated(c, slowdown))
     contenders = {
@@ -166,7 +167,7 @@ def straggling(ranks: int, steps: int) -> dict[str, float]:
         rows.append(
             [name, " ".join(map(str, layers)), run.predicted.makespan, spans[-1], run.ratio, spans[-1] / spans[0]]
         )
-    table("A straggler", ("ranks", "layers", "predicted s", "measured s", "ratio", "of all alike"), rows)
+    table("A straggler", ("step", "layers", "predicted s", "measured s", "ratio", "of all alike"), rows)
     return {"straggler": spans[1] / spans[0], "straggler_planned_again": spans[2] / spans[0]}
 
 
