@@ -299,7 +299,7 @@ class _Compute(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         start, current = time.perf_counter(), ctx.cache.current
         into = gradient if ctx.needs_input_grad[0] else None
         if current.defer:
