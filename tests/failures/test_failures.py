@@ -144,7 +144,7 @@ class CountingStore:
 
 
 def test_reports_of_many_ranks_are_read_once_each() -> None:
-    """Each rank asked for the report of every other one, again and again: with 64 ranks the store did nothing else."""
+    """Each rank asked for the report of every other one, again and again: 4032 questions every time, with 64 ranks."""
     store, size = CountingStore(), 64
     board = Board(store, dict.fromkeys(range(size), "here"))  # type: ignore[arg-type]
     for rank in range(2, size):

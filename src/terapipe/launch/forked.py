@@ -1,6 +1,6 @@
 """Starts many ranks on this machine quickly: all are forked from one process that has imported torch.
 
-Importing torch takes seconds and a hundred megabytes. A rank that computes nothing needs neither a second time::
+Importing torch takes seconds and some two hundred megabytes. A rank that computes nothing needs neither a second time::
 
     this process --- forkserver: imports terapipe once --+-- fork --> rank 0    calls the function
       hosts the store                                    +-- fork --> rank 1    as under torchrun

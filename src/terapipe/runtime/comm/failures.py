@@ -89,8 +89,8 @@ class FailureReport:
 class Board:
     """The reports of all ranks, in the store through which the processes met.
 
-    They are numbered as they come, so that a look costs one question however many ranks there are: all of them look
-    again and again, of one process, and asking for each of 64 ranks by name kept it busy for minutes::
+    They are numbered as they come, so that a look costs one question however many ranks there are. All of them look
+    again and again, and one process answers: asked for each rank by name, that would be 4032 questions for 64 ranks::
 
         reports    3                     how many there are
         report1    rank 17: ...          each is read once
