@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from terapipe import Pipeline
 from terapipe.hf import Decoder, UnsupportedModelError, save_adapter
 from tests.support.hf_models import (
-    QUANTIZATIONS,
     plain_gradients,
+    quantization_config,
     quantized,
     save_base,
     stages_here,
@@ -36,10 +36,7 @@ def lora(**options: Any) -> Any:
 def read(folder: Path, kind: str = "", seed: int = 3) -> Decoder:
     options: dict[str, Any] = {"adapter": lora(), "seed": seed, "backend": "attention"}
     if kind:
-        from transformers import BitsAndBytesConfig
-
-        pytest.importorskip("bitsandbytes")
-        options["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[kind])
+        options["quantization_config"] = quantization_config(kind)
     return Decoder.from_pretrained(folder, torch.float32, **options)
 
 
@@ -47,7 +44,13 @@ def trained(pipe: Pipeline) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in pipe.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("kind", ["", "nf4", "int8", "saved nf4-double", "saved int8"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "", "nf4", "fp4", "int8", "torchao-int8", "torchao-float8",
+        "saved nf4-double", "saved int8", "saved torchao-int8", "saved torchao-float8",
+    ],
+)  # fmt: skip
 def test_what_peft_loads_is_what_was_trained(kind: str, base: Path, tmp_path: Path) -> None:
     """Gradients of the adapters are those of the plain model with the adapters that were saved. A folder that was saved
     quantized is read as it is."""

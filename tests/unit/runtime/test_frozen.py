@@ -221,7 +221,7 @@ def test_any_layout(ranks: Callable[[int], Ranks], base: Path, tmp_path: Path, k
     assert all(same(share, state(pipe)) for share in shares)
 
 
-@pytest.mark.parametrize("kind", ["nf4-double", "int8"])
+@pytest.mark.parametrize("kind", ["nf4-double", "int8", "torchao-float8"])
 def test_a_quantized_base(kind: str, tmp_path: Path) -> None:
     """Its whole numbers are left out with their scales, and other scales are another base."""
     folder = save_base(tmp_path / "base")
@@ -231,8 +231,9 @@ def test_a_quantized_base(kind: str, tmp_path: Path) -> None:
     pipe.save(tmp_path / "whole", optimizer, frozen=True)
     assert all("lora_" in name for name in saved_names(tmp_path / "small"))
     weight = "model.layers.0.self_attn.q_proj.base_layer.weight"
-    scale = {"nf4-double": "nested_absmax", "int8": "SCB"}[kind]
-    assert {weight, f"{weight}.{scale}"} <= saved_names(tmp_path / "whole")
+    scale = {"nf4-double": "nested_absmax", "int8": "SCB", "torchao-float8": "scale"}[kind]
+    numbers = f"{weight}.qdata" if kind.startswith("torchao") else weight
+    assert {numbers, f"{weight}.{scale}"} <= saved_names(tmp_path / "whole")
     wanted, loss = state(pipe), step(pipe, optimizer)
     for checkpoint in ("small", "whole"):
         pipe, optimizer = pipeline(quantized(folder, kind))
