@@ -1,8 +1,8 @@
 """Adapters on quantized bases: gradients equal those of the plain quantized model of peft.
 
-bitsandbytes and torchao know no float64, so the bound is that of float32: the same model without quantization, in the same slices,
-is 2e-6 away from its plain gradients, relative to the largest. Scales of one layer that are 1 % larger show as 1e-4 and
-more.
+bitsandbytes and torchao know no float64, so the bound is that of float32: the same model without quantization, in the
+same slices, is 2e-6 away from its plain gradients, relative to the largest. Scales of one layer that are 1 % larger
+show as 1e-4 and more.
 """
 
 from collections.abc import Callable

@@ -122,12 +122,12 @@ def project(
     return out
 
 
-def _recall(slice_: SliceContext, weight: Tensor) -> tuple[ProductName, Tensor | None]:
+def _recall(context: SliceContext, weight: Tensor) -> tuple[ProductName, Tensor | None]:
     """Names a product of a layer that recalls; with its output, if it was computed before."""
-    assert slice_.recall is not None
-    name = slice_.recall.name_call(weight)
-    again = slice_.checkpointed == "again"
-    return name, slice_.recall.output(name, last=slice_.is_own_backward) if again else None
+    assert context.recall is not None
+    name = context.recall.name_call(weight)
+    again = context.checkpointed == "again"
+    return name, context.recall.output(name, last=context.is_own_backward) if again else None
 
 
 def _is_narrow(weight: Tensor, inputs_first: bool) -> bool:
@@ -317,7 +317,7 @@ class _ProjectQuantized(torch.autograd.Function):
         (weight,) = weights
         dtype = autocast_dtype(x) or x.dtype
         ctx.of_forward = weight, dtype, x.dtype, None if bias is None else bias.dtype
-        ctx.versions = _versions(weight)
+        ctx.versions = [part._version for part in parts_of(weight)]
         if recalled[0] is not None:
             return recalled[0]
         with torch._C._AutoDispatchBelowAutograd():  # views behind a Function may not be changed in place
@@ -326,15 +326,12 @@ class _ProjectQuantized(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, dtype, x_dtype, bias_dtype = ctx.of_forward
-        if _versions(weight) != ctx.versions:
-            raise changed_weight("a quantized weight", weight, max(ctx.versions))
+        for part, version in zip(parts_of(weight), ctx.versions, strict=True):
+            if part._version != version:
+                raise changed_weight("a part of a quantized weight", part, version)
         grad_x = multiply_back(grad, weight, dtype).to(x_dtype) if ctx.needs_input_grad[0] else None
         grad_bias = grad.flatten(0, -2).sum(0).to(bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_x, None, grad_bias, None
-
-
-def _versions(weight: Tensor) -> list[int]:
-    return [part._version for part in parts_of(weight)]
 
 
 # Embeddings

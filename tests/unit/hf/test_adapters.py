@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from terapipe import Pipeline
 from terapipe.hf import Decoder, UnsupportedModelError, save_adapter
+from terapipe.modeling.quantized import is_composed
 from tests.support.hf_models import (
     plain_gradients,
     quantization_config,
@@ -94,6 +95,17 @@ def test_a_rank_quantizes_only_its_own_part(base: Path, monkeypatch: pytest.Monk
     decoder = read(base, "nf4")
     decoder.stage(1, 2, torch.device("cpu"))
     assert len(calls) == 7
+
+
+def test_a_rank_quantizes_only_its_own_part_by_torchao(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same layers as in the whole model, whichever parameter is the last one of a stage."""
+    torchao = pytest.importorskip("torchao.quantization")
+    calls, quantize = [], torchao.quantize_
+    monkeypatch.setattr(torchao, "quantize_", lambda *a, **k: calls.append(0) or quantize(*a, **k))
+    decoder = read(base, "torchao-int8")
+    stages = [decoder.stage(1, 2, torch.device("cpu")), decoder.stage(3, 4, torch.device("cpu"))]
+    assert len(calls) == 14
+    assert [sum(map(is_composed, stage.parameters())) for stage in stages] == [7, 7]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,14 @@ import torch
 
 from terapipe import Pipeline
 from terapipe.hf import Decoder, UnsupportedModelError, save_pretrained
-from terapipe.hf.quantized import bitsandbytes_layers, move_quantized, settle_scales, torchao_layers
+from terapipe.hf.quantized import (
+    bitsandbytes_layers,
+    move_quantized,
+    refuse_inexact,
+    settle_scales,
+    torchao_config,
+    torchao_layers,
+)
 from terapipe.hf.structure import owned_copy
 from terapipe.modeling.quantized import scales_of
 from terapipe.runtime.gradient_sync import Sharded
@@ -73,6 +80,21 @@ def test_outliers_are_chosen_over_all_tokens_of_a_call() -> None:
         with torch.no_grad():
             whole, parts = layer(x), torch.cat([layer(x[:, :5]), layer(x[:, 5:])], 1)
         assert torch.equal(whole, parts) == exact
+
+
+def test_configurations_of_single_modules_are_looked_into() -> None:
+    """As an object and as a file has it."""
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    weights, both = torchao.Int8WeightOnlyConfig(), torchao.Int8DynamicActivationInt8WeightConfig()
+    quantization = TorchAoConfig(torchao.FqnToConfig({"re:.*up_proj": both, "lm_head": None, "_default": weights}))
+    model = small()
+    for form in (quantization, quantization.to_dict()):
+        model.config.quantization_config = form
+        with pytest.raises(UnsupportedModelError, match="by Int8DynamicActivationInt8WeightConfig"):
+            refuse_inexact(model)
+        assert type(torchao_config(form)) is type(weights)
 
 
 @pytest.mark.parametrize(
