@@ -26,8 +26,9 @@ A stage is made in six steps, each a method:
 Steps 1 and 2 must come before hooks, which are put on the copy; steps 4 and 5 call the model, so they need the hooks;
 and the head is made while all layers are still there, because it has to know how many there are.
 
-For a first reading: ``__init__``, then ``_inject``, ``_capture`` and ``forward``; stop there. Steps 4 and 6 make a
-stage cheaper to call, not different; step 5 and most of what follows ``forward`` are about the last stage's head.
+For a first reading: ``__init__``, then ``_inject``, ``_capture``, ``forward`` and what it calls; stop after
+``_inputs``. Steps 4 and 6 make a stage cheaper to call, not different; step 5 and most of what follows are about the
+last stage's head.
 
 The model itself is not changed: several pipelines can be made of one model.
 """

@@ -22,7 +22,7 @@ WORK = 60_000  # computations to simulate for each row
 TRIES = 8  # candidates of a row to count the bytes of, although they probably do not fit
 NEAR = 1.2  # times the budget: larger ones are not tried if there is a plan that fits
 OPTIMISM = 0.9  # of the formula's step time: what is hoped for before anything similar was simulated
-OFFLOADS = 12  # candidates to try with slices offloaded that do not fit without
+OFFLOAD_TRIES = 12  # candidates to try with slices offloaded that do not fit without
 ABANDON = 1.25  # times the best so far: simulations that take longer for certain are not completed
 SWEEP = 600_000  # computations to simulate of candidates that a lower bound does not rule out
 FAR = 1.15  # times the fastest row: those that begin slower are not refined if only one plan is wanted
@@ -265,7 +265,7 @@ def sweep_offload(pool: list[Candidate], best: PlanEstimate) -> PlanEstimate | N
         return None
     larger = (c for c in pool if budget < c.peak < budget + beside)
     promising = sorted(_bounds(larger, _limit(best)), key=lambda pair: pair[0])
-    for bound, candidate in promising[:OFFLOADS]:
+    for bound, candidate in promising[:OFFLOAD_TRIES]:
         if bound > _limit(start):
             break
         free = candidate.evaluator.evaluate(first_plan(candidate), _limit(start))

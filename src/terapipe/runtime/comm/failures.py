@@ -2,7 +2,7 @@
 
 A rank that cannot go on posts a report on a board that all ranks can read, then cuts its connections. Whoever waits for
 it is woken at once, reads the board, and raises what it says: the error of the rank that failed, or else the name of
-the rank that others waited for and that has posted nothing::
+the rank that others waited for and that has posted nothing. The rank that failed raises its own error::
 
       rank 0                    rank 1                       rank 2
         |                         |                            |
