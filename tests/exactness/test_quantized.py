@@ -86,11 +86,8 @@ def test_a_scale_counts(base: Path) -> None:
     assert worst_difference(in_two_stages(model), wanted) > 1e-4
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"),
-    [*((kind, mode) for kind in ("nf4-double", "fp4") for mode in ("block", "full")),
-     *((kind, mode) for kind in ("torchao-int8", "torchao-float8") for mode in ("light", "block", "full"))],
-)  # fmt: skip
+@pytest.mark.parametrize("kind", ["nf4-double", "fp4"])
+@pytest.mark.parametrize("mode", ["block", "full"])
 def test_recomputation(kind: str, mode: Any, base: Path) -> None:
     model = quantized(base, kind)
     assert worst_difference(in_two_stages(model, mode), wanted_of(model)) < BOUND

@@ -172,7 +172,8 @@ def torchao_config(quantization: Any) -> Any:
     Args:
         quantization: As ``quantization_of`` returns it, with the method torchao.
     """
-    quantization = TorchAoConfig.from_dict(quantization) if isinstance(quantization, dict) else quantization
+    if isinstance(quantization, dict):
+        quantization = TorchAoConfig.from_dict(quantization)  # type: ignore[no-untyped-call]
     config = quantization.quant_type
     of_modules = getattr(config, "fqn_to_config", None)
     if of_modules:
@@ -195,11 +196,16 @@ def _torchao_kinds(quant_type: Any) -> Iterator[str]:
             yield from _torchao_kinds(one)
 
 
+def _is_of_other_tensors(parameter: Any) -> bool:
+    return is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor)
+
+
 def _refuse_classes(model: PreTrainedModel) -> None:
     """Refuses tensor classes among the weights but those that are known to be exact, whatever made them."""
     for path, module in model.named_modules():
-        for key, p in module._parameters.items():
-            if p is None or isinstance(p, DTensor) or not is_traceable_wrapper_subclass(p):
+        parameters: dict[str, Any] = module._parameters
+        for key, p in parameters.items():
+            if not _is_of_other_tensors(p):
                 continue
             where, kind = f"{path}.{key}".strip("."), type(p).__name__
             rounds = next((option for option in ROUNDS_INPUT if getattr(p, option, None) is not None), "")

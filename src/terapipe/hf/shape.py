@@ -7,7 +7,6 @@ token by as many parameters and caches as many numbers for it, so that GPT stand
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -93,17 +92,18 @@ def _frozen_bytes(parameter: Tensor, quantization: Any) -> float:
     if quantization is None or is_quantized(parameter) or not parameter.is_meta or parameter.ndim != 2:
         return float(bytes_of(parameter))
     if method_of(quantization) == "torchao":
-        return float(_torchao_bytes(*parameter.shape, parameter.dtype, torchao_config(quantization)))
+        return float(_torchao_bytes(parameter, torchao_config(quantization)))
     if option_of(quantization, "load_in_8bit"):
         return parameter.numel() + 4.0 * parameter.shape[0]
     scales = 1 / 64 + 4 / (64 * 256) if option_of(quantization, "bnb_4bit_use_double_quant") else 4 / 64
     return parameter.numel() * (0.5 + scales)
 
 
-def _torchao_bytes(outputs: int, inputs: int, dtype: torch.dtype, config: Any) -> int:
+def _torchao_bytes(parameter: Tensor, config: Any) -> int:
     """Bytes of a weight as torchao quantizes it, which is tried without numbers."""
     quantization: Any = import_extra("torchao.quantization", "quantized", "a model that torchao quantizes")
-    layer = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
+    outputs, inputs = parameter.shape
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=parameter.dtype)
     quantization.quantize_(layer, config)
     return bytes_of(layer.weight)
 

@@ -452,7 +452,7 @@ def fuse_weight_grads(stage: nn.Module) -> None:
     """
     for module in stage.modules():
         kind = _fused_class(type(module))
-        if kind is _FusedLinear and is_composed(module.weight):
+        if kind is _FusedLinear and is_composed(module.weight):  # type: ignore[arg-type]
             kind = _QuantizedLinear
         if kind is not None and _KEEPS_CLASS not in vars(module):
             # Not by nn.Module's own __setattr__, which looks for parameters.
