@@ -121,7 +121,8 @@ def multiply_back(grad: Tensor, weight: Any, dtype: torch.dtype) -> Tensor:
         dtype: That the product was computed in.
     """
     if type(weight).__name__ == "Int8Tensor" and weight.block_size[-1] == weight.shape[-1]:
-        numbers: Tensor = weight.qdata
-        return (grad.to(dtype) * weight.scale.to(dtype).flatten()) @ numbers.to(dtype)
+        numbers: Tensor = weight.qdata.to(dtype)
+        scaled: Tensor = grad.to(dtype) * weight.scale.to(dtype).flatten()
+        return scaled @ numbers
     matrix: Tensor = weight.dequantize().to(dtype)
     return grad.to(dtype) @ matrix

@@ -107,7 +107,7 @@ def test_configurations_of_single_modules_are_looked_into() -> None:
 def test_activations_that_torchao_rounds_are_refused(make: Any, reason: str) -> None:
     """Its rounding has no gradient: the plain model trains by wrong ones."""
     torchao = pytest.importorskip("torchao.quantization")
-    model = small(hidden_size=64, intermediate_size=96, head_dim=16)
+    model = small(hidden_size=64, intermediate_size=96, head_dim=16).float()
     torchao.quantize_(model, make(torchao))
     with pytest.raises(UnsupportedModelError, match=reason):
         Decoder(model, backend="attention")
@@ -123,7 +123,7 @@ def test_activations_that_torchao_rounds_are_refused(make: Any, reason: str) -> 
 def test_what_torchao_quantized_by_itself() -> None:
     """Without a configuration: tensor classes say what they are."""
     torchao = pytest.importorskip("torchao.quantization")
-    model = small(hidden_size=64, intermediate_size=96, head_dim=16)
+    model = small(hidden_size=64, intermediate_size=96, head_dim=16).float()
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     wanted = plain_gradients(model)
     assert "model.norm.weight" in wanted
