@@ -147,8 +147,8 @@ def _refuse_inexact_4_bit(quantization: Any, name: str) -> None:
 def _refuse_inexact_torchao(quantization: Any, name: str) -> None:
     if option_of(quantization, "include_input_output_embeddings"):
         raise UnsupportedModelError(
-            f"{name} has include_input_output_embeddings=True: quantized embeddings are not known in a pipeline; load "
-            "it without"
+            f"{name} has quantized embeddings (include_input_output_embeddings), which are not known in a pipeline; "
+            "load it without them"
         )
     for kind in _torchao_kinds(option_of(quantization, "quant_type")):
         if kind not in WEIGHT_ONLY:

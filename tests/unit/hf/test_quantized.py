@@ -53,7 +53,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (AO | {"quant_type": {"default": {"_type": "FqnToConfig", "_data": {"fqn_to_config": {
             "model.layers.0.mlp.up_proj": None, "_default": {"_type": "Strange", "_data": {}}}}}}},
          "of torchao by Strange, which is not known to be exact"),
-        (AO | {"include_input_output_embeddings": True}, "include_input_output_embeddings=True: quantized embeddings"),
+        (AO | {"include_input_output_embeddings": True}, r"quantized embeddings \(include_input"),
         (EIGHT, r"llm_int8_threshold=6\.0: .* over all tokens of a call.* load it with .*llm_int8_threshold=0\.0"),
         (EIGHT | {"llm_int8_threshold": 0.0, "llm_int8_has_fp16_weight": True}, "llm_int8_has_fp16_weight=True"),
         (FOUR | {"bnb_4bit_quant_storage": "bfloat16"}, r"stored as torch\.bfloat16, .*quant_storage=torch\.uint8"),
@@ -111,13 +111,7 @@ def test_activations_that_torchao_rounds_are_refused(make: Any, reason: str) -> 
     torchao.quantize_(model, make(torchao))
     with pytest.raises(UnsupportedModelError, match=reason):
         Decoder(model, backend="attention")
-    layer = model.model.layers[0].mlp.up_proj
-    x = torch.randn(5, 64, requires_grad=True)
-    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, allow_unused=True)
-    plain = torch.randn(5, 64, requires_grad=True)
-    plain.data.copy_(x.data)
-    (wanted,) = torch.autograd.grad((plain @ layer.weight.dequantize().T).square().sum(), plain)
-    assert grad is None or (grad - wanted).abs().max() > 0.1 * wanted.abs().max()
+    assert not model.model.layers[0].mlp.up_proj(torch.randn(5, 64, requires_grad=True)).requires_grad
 
 
 def test_what_torchao_quantized_by_itself() -> None:
