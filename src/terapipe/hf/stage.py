@@ -62,7 +62,7 @@ from terapipe.hf.own_layers import (
     recording,
     wave_like,
 )
-from terapipe.hf.quantized import move_quantized, quantized_layers
+from terapipe.hf.quantized import has_quantized, move_quantized
 from terapipe.hf.refusals import LateCheckpointing
 from terapipe.hf.rope import FixedLength, depends_on_length
 from terapipe.hf.routers import FLAG, RouterLosses
@@ -141,7 +141,7 @@ class DecoderStage(Stage):
         self._no_past = ViewCache(1, text_config(model.config)) if backend == "attention" else None
 
         self._copy_model(model)
-        self.is_quantized = next(quantized_layers(self.model), None) is not None
+        self.is_quantized = has_quantized(self.model)
         device = model.device if device is None else device
         with device:  # zeros that take no memory would take some when moved
             self._empty_modules()

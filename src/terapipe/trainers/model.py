@@ -34,7 +34,7 @@ from terapipe.hf.stage import DecoderStage
 from terapipe.hf.structure import is_classifier
 from terapipe.losses.sequences import classification, scores
 from terapipe.losses.tokens import token_log_probs
-from terapipe.modeling.quantized import is_quantized, scales_of
+from terapipe.modeling.quantized import is_quantized, parts_of
 from terapipe.modeling.stage import IGNORE, Autocast
 from terapipe.planning.layout import Layout
 from terapipe.planning.recompute import Recompute
@@ -539,9 +539,9 @@ def agree_on_weights(model: nn.Module, device: torch.device) -> None:
 def _take_over(tensor: Tensor, device: torch.device) -> None:
     """Overwrites a tensor with that of the first process, a quantized one with its scales. By way of the device: NCCL
     sends nothing else."""
-    for part in (tensor.data, *scales_of(tensor).values()):
+    for part in (x.data for x in parts_of(tensor)):
         there = part.detach().to(device).contiguous()
-        dist.broadcast(there, 0)
+        dist.broadcast(there.flatten().view(torch.uint8), 0)  # gloo knows no float8
         part.copy_(there)
 
 

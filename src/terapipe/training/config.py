@@ -97,10 +97,11 @@ class ModelConfig:
     lora_targets: tuple[str, ...] = key(
         ("all-linear",), "with lora_rank: which linear layers get adapters, by the ends of their names"
     )
-    quantize: Literal["", "nf4", "nf4-double", "fp4", "int8"] = key(
+    quantize: Literal["", "nf4", "nf4-double", "fp4", "int8", "torchao-int8", "torchao-float8"] = key(
         "",
-        "with lora_rank: quantize the frozen linear layers by bitsandbytes, as they are read. nf4, fp4: 4 bits; "
-        "nf4-double: their scales, too; int8: 8 bits. A folder that was saved quantized needs none",
+        "with lora_rank: quantize the frozen linear layers as they are read, by bitsandbytes or torchao. nf4, fp4: 4 "
+        "bits; nf4-double: their scales, too; int8: 8 bits, to which inputs are rounded, too; torchao-int8, "
+        "torchao-float8: weights only, in 8 bits. A folder that was saved quantized needs none",
     )
 
 
