@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,14 @@ from torch.optim import SGD
 
 from benchmarks.harness import Contender, best, race
 from benchmarks.step.measure import cross_entropy
-from benchmarks.step.models import GPT_CONFIG, VOCAB
+from benchmarks.step.models import GPT_CONFIG, GPT_FAMILY, VOCAB, GPTPart
 from terapipe import GPT
 from terapipe.runtime import MemoryCounter
 
+# As in benchmarks.step, but for the head: its own weight, not the embedding's. Two stages that share a weight add its
+# gradients up, which ours and DeepSpeed's do and torch's leave to the user.
+CONFIG = replace(GPT_CONFIG, tied=False)
+FAMILY = replace(GPT_FAMILY, whole=lambda: GPT(CONFIG), part=partial(GPTPart, config=CONFIG))
 TOLERANCE = 1e-4  # of a parameter's largest gradient; float32 in another order of sums is about 1e-6 off
 
 
@@ -107,7 +112,7 @@ def contest(entrants: Mapping[str, Entrant], sequences: int, tokens: int, rounds
 
 def plain_gradients(case: Case) -> dict[str, Tensor]:
     """Of the plain model on one device, sequence by sequence."""
-    model = GPT(GPT_CONFIG)
+    model = GPT(CONFIG)
     for ids, labels in zip(case.ids.split(1), case.labels.split(1), strict=True):
         (cross_entropy(model.logits(model(ids)), labels) / case.sequences).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -10,17 +10,17 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.rivals.contest import Case, Contestant, Entrant
+from benchmarks.rivals.contest import CONFIG, FAMILY, Case, Contestant, Entrant
 from benchmarks.step.measure import cross_entropy, equal_times, torch_step
-from benchmarks.step.models import GPT_CONFIG, GPT_FAMILY, Cuts
+from benchmarks.step.models import Cuts
 from terapipe import GPT, Pipeline, Plan
 
 
 def folded_plan(sequences: int, tokens: int) -> Plan:
     """``terapipe-v``, two chunks of layers per rank, cut as in benchmarks.step. With more than four sequences the first
     and the last are cut as with four, to fill and to drain; those between are whole."""
-    first, *_, last = GPT_FAMILY.folded[min(sequences, 4)]
-    cuts: Cuts = GPT_FAMILY.folded[sequences] if sequences <= 4 else (first, *[(2048,)] * (sequences - 2), last)
+    first, *_, last = FAMILY.folded[4]
+    cuts: Cuts = FAMILY.folded.get(sequences, (first, *[(2048,)] * (sequences - 2), last))
     return Plan((1,) * sequences, cuts, (0, 1, 2, 3, 4), "terapipe-v", 2).resize(sequences, tokens, 8)
 
 
@@ -38,7 +38,7 @@ def ours(make: Any) -> Entrant:
     """
 
     def entrant(case: Case) -> Contestant:
-        pipe = Pipeline(GPT(GPT_CONFIG), make(case.sequences, case.tokens))
+        pipe = Pipeline(GPT(CONFIG), make(case.sequences, case.tokens))
         contestant = Contestant(pipe)
         contestant.backward = lambda: pipe.step(case.ids, case.labels)
         return contestant
@@ -53,7 +53,7 @@ def torch_pipeline(name: str) -> Entrant:
     """
 
     def entrant(case: Case) -> Contestant:
-        step, parts = torch_step(GPT_FAMILY, name, case.sequences, case.ids, case.labels)
+        step, parts = torch_step(FAMILY, name, case.sequences, case.ids, case.labels)
         contestant = Contestant(parts)
         contestant.backward = step
         return contestant
@@ -102,7 +102,7 @@ def deepspeed_pipeline(case: Case) -> Contestant:
         from deepspeed.pipe import PipelineModule
 
         deepspeed.init_distributed(dist_backend="gloo")
-        gpt = GPT(GPT_CONFIG)
+        gpt = GPT(CONFIG)
         names = {id(p): name for name, p in gpt.named_parameters()}
         layers = [Embedding(gpt), *map(Layer, gpt.layers.values()), Head(gpt)]
         module = PipelineModule(layers, num_stages=2, loss_fn=cross_entropy, partition_method="uniform")

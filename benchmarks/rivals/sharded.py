@@ -14,9 +14,8 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.rivals.contest import Case, Contestant
+from benchmarks.rivals.contest import CONFIG, Case, Contestant
 from benchmarks.step.measure import cross_entropy
-from benchmarks.step.models import GPT_CONFIG
 from terapipe import GPT
 
 
@@ -25,7 +24,7 @@ class Decoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        gpt: Any = GPT(GPT_CONFIG)
+        gpt: Any = GPT(CONFIG)
         self.embedding, self.positions, self.layers = gpt.embedding, gpt.positions, gpt.layers
         self.norm, self.head = gpt.norm, gpt.head
 
