@@ -36,17 +36,17 @@ KEYS = {
     SHARDED[1]: "fsdp_checkpointing",
 }
 
-# By the number of sequences of 2048 tokens. The more there are, the longer a step takes and the fewer take part:
-# tensor parallelism's ratio no longer moves, and with eight sequences nobody splits each of them over two ranks.
+# By the number of sequences of 2048 tokens. The more there are, the longer a step takes and the fewer take part: with
+# eight sequences nobody splits each of them over two ranks.
 BY_SEQUENCES = {
     1: (*OURS, "torch GPipe", TORCH, DEEPSPEED, *ULYSSES, CONTEXT, TENSOR),
     2: (*OURS, TORCH, DEEPSPEED, *ULYSSES, TENSOR, *SHARDED),
-    4: (*OURS, TORCH, DEEPSPEED, ULYSSES[1], TENSOR, *SHARDED),
+    4: (*OURS, TORCH, DEEPSPEED, ULYSSES[1], *SHARDED),
     8: (OURS[0], TORCH, DEEPSPEED, *SHARDED),
-    16: (OURS[0], TORCH, DEEPSPEED, *SHARDED),
+    16: (OURS[0], DEEPSPEED, *SHARDED),
 }
-LONG = (*OURS, TORCH, DEEPSPEED, *ULYSSES, TENSOR)  # one sequence of 8192
-OVER_A_LINK = {1: (*OURS, TORCH, DEEPSPEED, *ULYSSES, TENSOR), 4: (*OURS, TORCH, DEEPSPEED, ULYSSES[1], SHARDED[0])}
+LONG = (OURS[0], TORCH, DEEPSPEED, *ULYSSES, TENSOR)  # one sequence of 8192
+OVER_A_LINK = {1: (*OURS, TORCH, DEEPSPEED, *ULYSSES, TENSOR), 4: (*OURS, DEEPSPEED, ULYSSES[1], SHARDED[0])}
 
 HEADER = (
     "sequences",
