@@ -76,7 +76,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-docs .mypy_cache .pytest_cache .ruff_cache .hypothesis build
+	rm -rf .venv .venv-docs .venv-rivals .mypy_cache .pytest_cache .ruff_cache .hypothesis build
 
 # torch first and by itself: the exact pin finds a CPU build where one is at hand. uv installs the rest much faster than
 # pip; where it cannot reach what pip is configured for, pip does it.

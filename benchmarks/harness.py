@@ -20,10 +20,12 @@ from terapipe.launch import keep_memory
 Contender = Callable[[], object]
 
 
-def arguments(description: str, **flags: str) -> argparse.Namespace:
-    """``flags`` are further ones, with their help."""
+def arguments(description: str, *, parts: Sequence[str] = (), **flags: str) -> argparse.Namespace:
+    """``flags`` are further ones, with their help. With ``parts``, some of them can be run alone: ``--part``."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: under a minute, and noisier")
+    if parts:
+        parser.add_argument("--part", action="append", choices=parts, help="run this part only; it may be repeated")
     for name, said in flags.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=said)
     return parser.parse_args()

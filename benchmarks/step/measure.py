@@ -4,11 +4,12 @@ import logging
 import math
 import warnings
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -27,26 +28,38 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def torch_contender(family: Family, name: str, sequences: int, ids: Tensor, labels: Tensor) -> Contender | None:
     """A step under one of torch's schedules, or None if it does not accept so few sequences."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    schedule_class = get_schedule_class(name)
     try:
-        if name in ("GPipe", "1F1B"):
-            stages = [_torch_stage(family, rank, ranks)]
-            schedule = schedule_class(stages[0], sequences, loss_fn=cross_entropy)
-        else:
-            numbers = (rank, 2 * ranks - 1 - rank) if name.startswith("ZBV") else (rank, rank + ranks)
-            stages = [_torch_stage(family, k, 2 * ranks) for k in numbers]
-            schedule = schedule_class(stages, sequences, loss_fn=cross_entropy)
+        step, parts = torch_step(family, name, sequences, ids, labels)
     except ValueError:
         return None
+
+    def step_and_clear() -> None:
+        step()
+        parts.zero_grad()
+
+    return step_and_clear
+
+
+def torch_step(
+    family: Family, name: str, sequences: int, ids: Tensor, labels: Tensor
+) -> tuple[Contender, nn.ModuleList]:
+    """Forward and backward under one of torch's schedules, and this rank's parts of the model; a ValueError where the
+    schedule does not accept so few sequences."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    schedule_class: Any = get_schedule_class(name)
+    if name in ("GPipe", "1F1B"):
+        stages = [_torch_stage(family, rank, ranks)]
+        schedule = schedule_class(stages[0], sequences, loss_fn=cross_entropy)
+    else:
+        numbers = (rank, 2 * ranks - 1 - rank) if name.startswith("ZBV") else (rank, rank + ranks)
+        stages = [_torch_stage(family, k, 2 * ranks) for k in numbers]
+        schedule = schedule_class(stages, sequences, loss_fn=cross_entropy)
     has_last = any(stage.is_last for stage in stages)
 
     def step() -> None:
         schedule.step(*([ids] if rank == 0 else []), target=labels if has_last else None)
-        for stage in stages:
-            stage.submod.zero_grad()
 
-    return step
+    return step, nn.ModuleList(stage.submod for stage in stages)
 
 
 def _torch_stage(family: Family, number: int, count: int) -> PipelineStage:

@@ -24,9 +24,9 @@ Cuts = tuple[tuple[int, ...], ...]  # lengths of the slices of each sequence
 class GPTPart(nn.Module):
     """A stage for torch's schedules: the same modules, whole sequences, torch's own attention."""
 
-    def __init__(self, first: int, last: int) -> None:
+    def __init__(self, first: int, last: int, config: GPTConfig = GPT_CONFIG) -> None:
         super().__init__()
-        self.stage = GPT(GPT_CONFIG).stage(first, last, torch.device("cpu"))
+        self.stage = GPT(config).stage(first, last, torch.device("cpu"))
         self.last = last == LAYERS
 
     def forward(self, x: Tensor) -> Tensor:

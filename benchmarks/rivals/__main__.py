@@ -1,0 +1,3 @@
+from benchmarks.rivals.measure import main
+
+main()
