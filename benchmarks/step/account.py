@@ -17,8 +17,7 @@ import torch
 from benchmarks.harness import arguments, on_ranks, race, report, timed
 from benchmarks.step.measure import TOKENS, limit_contender, plans
 from benchmarks.step.models import FAMILIES, LAYERS, VOCAB
-from terapipe import Pipeline, Plan
-from terapipe.scheduling.timeline import Event
+from terapipe import Event, Pipeline, Plan
 
 
 def batch(sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
