@@ -11,7 +11,7 @@ from benchmarks.rivals.entrants import BY_SEQUENCES, DEEPSPEED, ENTRANTS, HEADER
 from terapipe.runtime import under_torchrun
 
 TOKENS, LONG_TOKENS, QUICK_TOKENS = 2048, 8192, 512
-ROUNDS = {1: 5, 2: 3, 4: 2, 8: 1, 16: 1}  # by sequences
+ROUNDS = {1: 4, 2: 3, 4: 2, 8: 1, 16: 1}  # by sequences
 LONG_ROUNDS = 2
 PARTS = ("sequences", "long", "link")
 
@@ -49,12 +49,12 @@ def on_one_machine(parts: list[str], quick: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", parts=PARTS)
+    options = arguments(__doc__ or "", parts=PARTS, single="over a link, one sequence only")
     os.environ.update(environment.SETTINGS)
     link_tokens = QUICK_TOKENS if options.quick else TOKENS
     if under_torchrun():
         calm()
-        link.on_host(link_tokens, options.quick)
+        link.on_host(link_tokens, options.single, options.quick)
     if not environment.has_deepspeed():
         reason = environment.why_not()
         if reason is None:
