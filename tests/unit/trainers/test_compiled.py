@@ -53,7 +53,7 @@ def adapted() -> Any:
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [("causal", {}), ("sft", {"model": adapted, "gradient_checkpointing": True}), ("dpo", {})],
-    ids=str,
+    ids=["causal", "sft", "dpo"],
 )
 def test_two_stages(kind: str, changes: dict[str, Any], tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     """With a loss of the model's outputs, with adapters in layers that are computed again, and with a reference."""
