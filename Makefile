@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Tests start many processes; without bytecode each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-cpu test-gpu test-peers test-all coverage lint types docs format clean
+.PHONY: demo test test-cpu test-gpu test-peers test-all fuzz coverage lint types docs format clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
@@ -38,6 +38,16 @@ test-all: lint types
 		--hypothesis-profile=explore --hypothesis-seed=$(SEED) || { echo "examples were drawn with SEED=$(SEED)"; exit 1; }
 	$(BIN)/python -m pytest -m '' $(HOSTS)
 	$(BIN)/python -m tests.pretend -m '' -n 3 --dist loadfile --no-loadscope-reorder
+
+# Random models, plans and options, each against the plain model: CASES of them, or as many as SECONDS allow. SEED is
+# printed and repeats a run. What fails is made smaller and printed as a program. The last line is one JSON object.
+CASES ?= 10000
+SECONDS ?= inf
+JOBS ?= $(shell nproc)
+
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.fuzz --cases $(CASES) --seed $(SEED) \
+		--seconds $(SECONDS) --jobs $(JOBS)
 
 # The same tests with coverage, which makes them slower: for the nightly run.
 coverage: $(READY)

@@ -18,9 +18,10 @@ PAGE, README, PAPER = ROOT / "docs" / "predictions.md", ROOT / "README.md", ROOT
 SLOW = ("terapipe", "zero_bubble_rates", "slimpipe_bubble")  # seconds each; the others take less together
 HEADLINE = (
     ("megatron_sc21", "Megatron-LM from 1.7B to 1T on A100s"),
+    ("activation_recomputation", "recomputation on A100s, blind,"),
     ("zero_bubble_steps", "measured zero-bubble steps"),
     ("trl_context", "one to four million tokens on H100s"),
-    ("dlperf", "small models on V100s"),
+    ("foundry_h100", "FSDP on up to 512 H100s"),
     ("seq1f1b", "Seq1F1B's slices"),
 )
 OPENING = "Predictions are held against [published GPU runs](docs/predictions.md):"

@@ -7,6 +7,7 @@ parameters at the end are those of the undisturbed run: to the last bit, or in a
 Then damages checkpoints at random, see damage.py.
 """
 
+import argparse
 import json
 import os
 import random
@@ -15,47 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.chaos.damage import Damages
-from benchmarks.harness import arguments, summary, table
+from benchmarks.chaos.long import endure
+from benchmarks.chaos.runs import COMMAND, CONFIG, STEPS, children, opened
+from benchmarks.harness import summary, table
 from terapipe.training.config import load
-
-STEPS, EVERY = 20, 2
-TEXT = Path(__file__).parents[2] / "examples" / "data" / "shakespeare.txt"
-CONFIG = f"""
-[model]
-preset = "layers=6,hidden=64,heads=4"
-[data]
-train = "{TEXT}"
-seq_len = 256
-batch_size = 2
-eval_share = 0.05
-[plan]
-pp = 2
-seconds = 0
-[optimizer]
-steps = {STEPS}
-accumulate = 2
-[lr]
-warmup = 5
-[checkpoints]
-every = {EVERY}
-keep = 3
-[evaluation]
-every = 5
-batches = 2
-[logging]
-tensorboard = false
-[failures]
-timeout = 20
-"""
-COMMAND = (sys.executable, "-u", "-m", "terapipe", "train")
 
 
 class Chaos:
@@ -167,26 +136,6 @@ class Chaos:
         return False
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def opened(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
-    with tempfile.NamedTemporaryFile() as file:
-        dcp_to_torch_save(checkpoint, file.name)
-        state: dict[str, Any] = torch.load(file.name, weights_only=True)
-    return dict(_flat(state))
-
-
-def _flat(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in state.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        elif isinstance(value, torch.Tensor) and not name.startswith("random"):
-            yield f"{prefix}{name}", value
-
-
 def killed(folder: Path, *, quick: bool) -> dict[str, int]:
     tries, restarts = (4, 2) if quick else (20, 12)
     dice = random.Random(0)
@@ -214,7 +163,18 @@ def damaged(folder: Path, *, quick: bool) -> dict[str, int]:
 
 
 def main() -> None:
-    told = arguments(__doc__ or "", damage_only="damage checkpoints only, without killing ranks")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer tries")
+    parser.add_argument("--damage-only", action="store_true", help="damage checkpoints only, without killing ranks")
+    parser.add_argument("--long", action="store_true", help="faults of all kinds, one after the other; see long.py")
+    parser.add_argument("--seed", type=int, default=1, help="of the faults of --long")
+    parser.add_argument("--first", type=int, default=0, help="number of the first fault of --long")
+    parser.add_argument("--count", type=int, default=1000, help="faults of --long; about ten seconds each")
+    parser.add_argument("--out", type=Path, help="file of answers, so that --long can be resumed")
+    told = parser.parse_args()
+    if told.long:
+        summary(endure(told.seed, told.first, told.count, told.out))
+        return
     with tempfile.TemporaryDirectory() as folder:
         figures = {} if told.damage_only else killed(Path(folder), quick=told.quick)
         figures |= damaged(Path(folder), quick=told.quick)

@@ -35,12 +35,14 @@ from terapipe.planning.slices import Plan
 from terapipe.scheduling.footprint import peaks
 from terapipe.scheduling.simulator import program
 from terapipe.scheduling.timeline import Timeline
-from terapipe.search.choose import DoesNotFitError, choose, refuse_budget
+from terapipe.search.candidates import Candidate, candidates
+from terapipe.search.choose import choose, refuse_budget
 from terapipe.search.choose import compare as compare_orders
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
 from terapipe.search.result import ClusterComparison, Comparison, PlanResult, with_seconds
 from terapipe.search.rivals import rivals
+from terapipe.search.smallest import longest as longest_that_fits
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 from terapipe.search.table import CostTable, choose_by_table
 from terapipe.search.throughput import parse_tokens
@@ -284,7 +286,8 @@ def _with_price_of_reserve(result: PlanResult) -> PlanResult:
 def longest(model: Any, costs: Costs, *, batch_size: int = 1, **options: Any) -> PlanResult:
     """Finds the longest sequences that fit into memory, to a multiple of 1024 tokens and to 2 %, and plans for them.
 
-    More tokens need more memory, so it is a bisection, and takes as long as about ten calls of ``plan``.
+    More tokens need more memory, so it is a bisection. It counts the bytes of the smallest plans and searches for the
+    fastest only once, for the length that it ends with.
 
     Args:
         model: As for ``plan``.
@@ -299,26 +302,17 @@ def longest(model: Any, costs: Costs, *, batch_size: int = 1, **options: Any) ->
         ValueError: Not even 1024 tokens fit.
     """
 
-    def fit(blocks: int) -> PlanResult | None:
-        try:
-            return plan(model, costs, batch_size=batch_size, seq_len=blocks * BLOCK, **options)
-        except DoesNotFitError:
-            if blocks == 1:
-                raise
-            return None
-
     if isinstance(costs, CostTable):
         raise ValueError("a cost table knows no memory, so nothing is too long for it; give a Cluster or a Profile")
-    fits, best = 1, fit(1)
-    while fits < MOST_BLOCKS and (larger := fit(2 * fits)) is not None:
-        fits, best = 2 * fits, larger
-    too_many = 2 * fits
-    while too_many - fits > max(1, fits // 50):
-        middle = (fits + too_many) // 2
-        between = fit(middle)
-        fits, best, too_many = (fits, best, middle) if between is None else (middle, between, too_many)
-    assert best is not None
-    return best
+    spec = model_spec(model)
+
+    def candidates_for(blocks: int) -> list[Candidate]:
+        call = PlanCall(batch_size=batch_size, seq_len=blocks * BLOCK, **options)
+        request = _request(spec, batch_size, call.seq_len, **values_of(call, PlanOptions))
+        return candidates(source_of(spec, costs, request, call), request)
+
+    blocks = max(1, longest_that_fits(candidates_for, MOST_BLOCKS))  # if nothing fits, the plan says why
+    return plan(model, costs, batch_size=batch_size, seq_len=blocks * BLOCK, **options)
 
 
 @takes(CompareCall)

@@ -35,7 +35,7 @@ VERBS = {
     "calibrate": "--cluster --seconds --out",
     "plan": f"{SOURCE} --cost-table {REQUEST} {LAUNCH} --json --longest --sensitivity --save --dry-run",
     "compare": f"{SOURCE} {REQUEST} --same-layout --tokens --price --json --html --svg --png",
-    "simulate": f"{SOURCE} {REQUEST} --measured --html --svg --png --trace --width --json",
+    "simulate": f"{SOURCE} {REQUEST} --measured --emulate --html --svg --png --trace --width --json",
     "reproduce": None,
     "verify": "--all --stages --num-slices --tp --device --json",
     "models": "--json",

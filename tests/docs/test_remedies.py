@@ -22,6 +22,7 @@ OTHERS = {
     "retain_graph",  # Tensor.backward
     "num_labels", "output_router_logits", "router_aux_loss_coef", "trust_remote_code",  # models of transformers
     "gradient_checkpointing", "gradient_accumulation_steps", "save_only_model",  # TrainingArguments
+    "torch_compile", "optimizers",  # TrainingArguments, Trainer
     "fused_lm_head",  # TRL
 }  # fmt: skip
 

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from terapipe import GPTConfig, Layout, Pipeline, Plan, losses
 from terapipe.modeling.stage import IGNORE
 from terapipe.runtime import MemoryCounter
 from tests.support.models import TINY, gradients, make_batch, make_model, mesh_of, worst_error
+from tests.support.objectives import OBJECTIVES, log_probs_of, plain_mean, some
 from tests.support.plans import examples, plans
 from tests.support.ranks import Ranks
 
@@ -44,95 +45,6 @@ def labels_of(rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def some(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def chunked_head(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
-    """What a fused linear cross-entropy does: the head and the loss of a few tokens at a time."""
-    parts = zip(hidden.flatten(0, 1).split(5), targets.flatten().split(5), strict=True)
-    losses = [F.cross_entropy(h @ head.weight.t(), t, ignore_index=IGNORE, reduction="sum") for h, t in parts]
-    return torch.stack(losses).sum()
-
-
-# Objectives: by name, what a pipeline is given, and what plain code makes of all logits and targets.
-
-
-def _log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    return torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1) * (labels != IGNORE)
-
-
-def smooth(logits: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), t.flatten(), ignore_index=IGNORE, label_smoothing=0.1)
-
-
-def plain_cross_entropy(logits: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), t.flatten(), ignore_index=IGNORE)
-
-
-def with_z(logits: Tensor, t: Tensor) -> Tensor:
-    z = (logits.logsumexp(-1) ** 2)[t != IGNORE].mean()
-    return F.cross_entropy(logits.flatten(0, 1), t.flatten(), ignore_index=IGNORE) + 1e-2 * z
-
-
-def weighted(logits: Tensor, t: dict[str, Tensor]) -> Tensor:
-    counted = t["labels"] != IGNORE
-    return -(_log_probs(logits, t["labels"]) * t["weights"]).sum() / counted.sum()
-
-
-def distilled(logits: Tensor, t: dict[str, Tensor]) -> Tensor:
-    counted = t["labels"] != IGNORE
-    student, teacher = torch.log_softmax(logits / 2, -1)[counted], torch.softmax(t["teacher_logits"] / 2, -1)[counted]
-    soft = F.kl_div(student, teacher, reduction="batchmean") * 4
-    return 0.7 * soft + 0.3 * F.cross_entropy(logits[counted], t["labels"][counted])
-
-
-def plain_mean(logits: Tensor, t: Tensor) -> Tensor:
-    counted = (t != IGNORE).sum(1).clamp(min=1)
-    return -(_log_probs(logits, t).sum(1) / counted).mean()
-
-
-def plain_dpo(logits: Tensor, t: dict[str, Tensor]) -> Tensor:
-    ratios = _log_probs(logits, t["labels"]).sum(1) - t["reference"]
-    return -F.logsigmoid(0.3 * (ratios[0::2] - ratios[1::2])).mean()
-
-
-def plain_simpo(logits: Tensor, t: Tensor) -> Tensor:
-    means = _log_probs(logits, t).sum(1) / (t != IGNORE).sum(1)
-    return -F.logsigmoid(2.0 * (means[0::2] - means[1::2]) - 0.5).mean()
-
-
-def plain_kto(logits: Tensor, t: dict[str, Tensor]) -> Tensor:
-    ratios = _log_probs(logits, t["labels"]).sum(1) - t["reference"]
-    point = ratios.mean().clamp(min=0).detach()
-    values = torch.where(t["desirable"], torch.sigmoid(0.1 * (ratios - point)), torch.sigmoid(0.1 * (point - ratios)))
-    return (1 - values).mean()
-
-
-def plain_grpo(logits: Tensor, t: dict[str, Tensor]) -> Tensor:
-    log_probs, counted = _log_probs(logits, t["labels"]), t["labels"] != IGNORE
-    ratio, advantages = torch.exp(log_probs - t["old"]), t["advantages"][:, None]
-    kept = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    kl = torch.exp(t["reference"] - log_probs) - (t["reference"] - log_probs) - 1
-    return (((-kept + 0.04 * kl) * counted).sum(1) / counted.sum(1).clamp(min=1)).mean()
-
-
-def plain_ppo(logits: Tensor, t: dict[str, Tensor]) -> Tensor:
-    log_probs, counted = _log_probs(logits, t["labels"]), t["labels"] != IGNORE
-    ratio = torch.exp(log_probs - t["old"])
-    kept = torch.minimum(ratio * t["advantages"], ratio.clamp(0.8, 1.2) * t["advantages"])
-    entropy = torch.distributions.Categorical(logits=logits).entropy()
-    return ((-kept - 0.01 * entropy) * counted).sum() / counted.sum()
-
-
-def plain_orpo(logits: Tensor, t: Tensor) -> Tensor:
-    log_probs, counted = _log_probs(logits, t), t != IGNORE
-    means = log_probs.sum(1) / counted.sum(1)
-    odds = means - torch.log(1 - means.exp())
-    nll = -log_probs[0::2].sum() / counted[0::2].sum()
-    return nll - 0.5 * F.logsigmoid(odds[0::2] - odds[1::2]).mean()
-
-
 def _targets(name: str, labels: Tensor) -> Any:
     per_token, rows = labels.shape, len(labels)
     extra: dict[str, dict[str, Tensor]] = {
@@ -145,23 +57,6 @@ def _targets(name: str, labels: Tensor) -> Any:
     }
     name = name.removesuffix(" over the batch")
     return {"labels": labels, **extra[name]} if name in extra else labels
-
-
-OBJECTIVES: dict[str, tuple[Any, Callable[..., Tensor]]] = {
-    "label smoothing": (losses.cross_entropy(label_smoothing=0.1), smooth),
-    "z-loss": (losses.cross_entropy(z_loss=1e-2), with_z),
-    "weighted": (losses.cross_entropy(), weighted),
-    "distillation": (losses.distillation(temperature=2.0, alpha=0.7), distilled),
-    "fused": (losses.HiddenLoss(chunked_head), plain_cross_entropy),
-    "sequence mean": (losses.sequence_mean(), plain_mean),
-    "dpo": (losses.dpo(beta=0.3), plain_dpo),
-    "dpo over the batch": (losses.dpo(beta=0.3, over="batch"), plain_dpo),
-    "simpo": (losses.simpo(beta=2.0, gamma=0.5), plain_simpo),
-    "orpo over the batch": (losses.orpo(beta=0.5, over="batch"), plain_orpo),
-    "kto over the batch": (losses.kto(), plain_kto),
-    "grpo": (losses.grpo(beta=0.04), plain_grpo),
-    "ppo over the batch": (losses.ppo_clip(entropy=0.01, over="batch"), plain_ppo),
-}
 
 
 ANY_PLAN = ["label smoothing", "z-loss", "weighted", "distillation", "fused", "sequence mean", "grpo"]
@@ -233,7 +128,7 @@ def test_the_three_ways_to_normalize() -> None:
     """By tokens, by sequences, by a given number."""
     ids, labels = labels_of()
     model = make_model(TINY)
-    log_probs = _log_probs(model.logits(model(ids)), labels)
+    log_probs = log_probs_of(model.logits(model(ids)), labels)
     plan = replace(UNEVEN, boundaries=(0, 4))
 
     def loss(loss_fn: Any = None, **options: Any) -> float:
@@ -273,7 +168,7 @@ def test_metrics_are_those_of_the_whole_batch(ranks: Callable[[int], Ranks]) -> 
     ids, labels = labels_of()
     targets = _targets("dpo", labels)
     model = make_model(TINY)
-    ratios = 0.3 * (_log_probs(model.logits(model(ids)), labels).sum(1) - targets["reference"])
+    ratios = 0.3 * (log_probs_of(model.logits(model(ids)), labels).sum(1) - targets["reference"])
     for found in ranks(2)(metrics, ids, targets):
         assert found["rewards/margins"] == pytest.approx((ratios[0::2] - ratios[1::2]).mean().item(), rel=1e-12)
         assert set(found) == {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
@@ -334,7 +229,7 @@ def test_log_probs_on_every_rank(
 ) -> None:
     ids, labels = make_batch(TINY, *shape, ignored=True)
     model = make_model(TINY)
-    wanted = _log_probs(model.logits(model(ids)), labels)
+    wanted = log_probs_of(model.logits(model(ids)), labels)
     for found in ranks(layout.devices)(scored, plan, layout, ids, labels):
         assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
 

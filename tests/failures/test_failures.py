@@ -4,12 +4,13 @@ Nothing here measures time. A rank that was woken says "was waiting", one that t
 rank stays stuck until all others have told how they ended.
 """
 
+import json
 import os
 import re
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,43 @@ def test_a_rank_that_is_slow_to_tell_is_not_taken_for_dead(monkeypatch: pytest.M
     message = board.explain(FailureReport(0, at="RECV_B", peers=(1,)))
     assert message.startswith("rank 2 is gone: its process died or lost its connection; rank 0 was waiting at RECV_B")
     assert now[0] < GRACE
+
+
+class CountingStore:
+    """A store that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        self.asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked += 1
+        return getattr(self.store, name)
+
+
+def test_reports_of_many_ranks_are_read_once_each() -> None:
+    """Each rank asked for the report of every other one, again and again: 4032 questions every time, with 64 ranks."""
+    store, size = CountingStore(), 64
+    board = Board(store, dict.fromkeys(range(size), "here"))  # type: ignore[arg-type]
+    for rank in range(2, size):
+        board.post(FailureReport(rank, at="RECV_F", peers=(1,)))
+    store.asked = 0
+    assert len(board.read()) == size - 2
+    assert store.asked <= 2 * size
+    for _ in range(10):
+        assert len(board.read()) == size - 2
+    assert store.asked <= 2 * size + 10
+
+
+def test_a_report_that_was_begun_is_read_when_it_is_there() -> None:
+    """A rank takes the number of its report before it writes it; another may write its own meanwhile."""
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    store.add("reports", 1)
+    board = Board(store, {0: "here", 1: "here"})
+    board.post(FailureReport(1, error="late"))
+    assert [report.rank for report in board.read()] == [1]
+    store.set("report1", json.dumps(asdict(FailureReport(0, error="early"))))
+    assert {report.rank for report in board.read()} == {0, 1}
 
 
 def test_a_stuck_rank_is_named(fresh_ranks: Callable[[int], Ranks], tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ def trace_step() -> list[str]:
     pipe = tp.Pipeline(model, plan)
     optimizer = torch.optim.AdamW(pipe.parameters())
     ids = torch.arange(64)[None]
+    labels = tp.next_token_labels(ids)
     files: set[str] = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -135,7 +136,7 @@ def trace_step() -> list[str]:
     import threading
 
     threading.setprofile(note)
-    pipe.step(ids, tp.next_token_labels(ids))
+    pipe.step(ids, labels)
     pipe.clip_grad_norm_(1.0)
     optimizer.step()
     sys.setprofile(None)

@@ -1,6 +1,7 @@
 """Small Hugging Face models, their plain gradients, and how far others are from these."""
 
 import copy
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,18 @@ def adapted(kind: str = "LoraConfig", tied: bool = False, **options: Any) -> Any
     return model
 
 
-QUANTIZATIONS = {
+QUANTIZATIONS: dict[str, Any] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "nf4-double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
+}
+TORCHAO: dict[str, Callable[[Any], Any]] = {
+    "torchao-int8": lambda q: q.Int8WeightOnlyConfig(),
+    "torchao-int8-tensor": lambda q: q.Int8WeightOnlyConfig(granularity=q.PerTensor()),
+    "torchao-int8-group": lambda q: q.Int8WeightOnlyConfig(granularity=q.PerGroup(32)),
+    "torchao-float8": lambda q: q.Float8WeightOnlyConfig(),
+    "torchao-intx4": lambda q: q.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=q.PerGroup(32)),
 }
 
 
@@ -82,14 +91,22 @@ def save_base(folder: Path, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
+def quantization_config(kind: str) -> Any:
+    """What transformers is given to quantize a model as it is loaded."""
+    transformers = pytest.importorskip("transformers")
+    if kind in TORCHAO:
+        return transformers.TorchAoConfig(TORCHAO[kind](pytest.importorskip("torchao.quantization")))
+    pytest.importorskip("bitsandbytes")
+    return transformers.BitsAndBytesConfig(**QUANTIZATIONS[kind])
+
+
 def quantized(folder: Path, kind: str = "nf4", *, lora: bool = True, **options: Any) -> Any:
     """The model of ``save_base``, quantized as it is loaded, in training mode. With adapters that are far from their
     initialization, unless they are left out."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    pytest.importorskip("bitsandbytes")
     options = {"dtype": torch.float32, **options}
     if kind:
-        options["quantization_config"] = transformers.BitsAndBytesConfig(**QUANTIZATIONS[kind])
+        options["quantization_config"] = quantization_config(kind)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).train()
     if not lora:
         return model

@@ -95,7 +95,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--longest",
         action="store_true",
-        help="instead of --seq-len: find the longest sequences that fit (takes ten times as long)",
+        help="instead of --seq-len: find the longest sequences that fit",
     )
     add_launch(parser)
     output = parser.add_argument_group("output")
@@ -158,7 +158,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _longest(parsed: argparse.Namespace) -> PlanResult:
-    """Plans for the longest sequences that fit. Progress is not shown: nobody knows how many plans it takes."""
+    """Plans for the longest sequences that fit. Progress is not shown: nobody knows how many lengths it takes."""
     refuse_with("--longest", parsed, "seq_len", "slice_lengths")
     parsed.seq_len = 1  # so that the other options can be read
     options = request_of(parsed)

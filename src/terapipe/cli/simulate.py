@@ -11,7 +11,8 @@
 
 A saved plan has its costs inside. Other costs (``--cluster``, ``--profile``) ask what the same plan would do elsewhere.
 Without a saved plan, the verb plans first, with the options of ``terapipe plan``. ``--measured`` puts a real step
-beside the simulated one: ``pipe.timeline().to_json()`` of a run, or what `terapipe train` writes.
+beside the simulated one: ``pipe.timeline().to_json()`` of a run, or what `terapipe train` writes. ``--emulate`` runs
+the step itself, on emulated devices: one process of this machine for each rank, which sleeps in place of computing.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terapipe import api, files
 from terapipe.cli.options import (
@@ -43,6 +44,9 @@ from terapipe.reporting.trace import trace
 from terapipe.reporting.view import RunView
 from terapipe.scheduling.timeline import Idle, Timeline
 from terapipe.search.result import PlanResult
+
+if TYPE_CHECKING:
+    from terapipe.launch.emulation import EmulatedRun
 
 WIDTH = 100  # columns, of which each is a hundredth of the step
 # Options that a saved plan fixes. Those of the layout must agree with it, and tell the layout of a bare plan.
@@ -69,6 +73,12 @@ def add(verbs: Verbs) -> None:
     output.add_argument(
         "--measured", metavar="FILE", type=Path, help="also draw a measured timeline (JSON) of the same plan"
     )
+    output.add_argument(
+        "--emulate",
+        action="store_true",
+        help="also run the step on this machine, a process for each pipeline rank of one replica, which sleeps where a "
+        "device would compute, and draw what was measured",
+    )
     for kind, what in (
         ("html", "an interactive page"),
         ("svg", "a picture as SVG"),
@@ -86,7 +96,7 @@ def add(verbs: Verbs) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Simulates, writes the files that were asked for, and prints the drawing, or with ``--json`` one object: the
     estimate as ``PlanEstimate.to_dict`` has it, ``makespan`` and ``idle_by_cause`` (seconds, for each rank), the same
-    of a ``measured`` run, and ``planned_step_time`` if a saved plan had one.
+    of a ``measured`` run, what ``emulated`` devices took, and ``planned_step_time`` if a saved plan had one.
 
     Args:
         parsed: The options. A measured timeline must be of this very plan, or bars would be compared that have
@@ -97,6 +107,8 @@ def run(parsed: argparse.Namespace) -> int:
     """
     if parsed.json:
         refuse_with("--json", parsed, "width")
+    if parsed.emulate:
+        refuse_with("--emulate, which measures", parsed, "measured")
     if parsed.width is not None and not 1 <= parsed.width <= MOST_COLUMNS:
         raise ValueError(f"--width is a number of columns between 1 and {MOST_COLUMNS}, got {parsed.width}")
     check_outputs(parsed)
@@ -107,13 +119,54 @@ def run(parsed: argparse.Namespace) -> int:
         if measured.plan != result.plan:
             raise ValueError(f"{parsed.measured} was measured with another plan; simulate the plan that was run")
         runs.append(RunView.of("measured", measured, result.memory))
+    emulated = _emulate(result) if parsed.emulate else None
+    if emulated is not None:
+        runs.append(RunView.of("measured", emulated.measured, result.memory))
     _write(parsed, runs, result)
     if parsed.json:
-        print(json.dumps(_as_dict(runs, result, saved)))
+        more = {} if emulated is None else {"emulated": _emulated_as_dict(emulated)}
+        print(json.dumps(_as_dict(runs, result, saved) | more))
     else:
         _print(runs, result, parsed.width or WIDTH)
         _print_step(runs[0], result, saved)
+        if emulated is not None:
+            _print_emulated(emulated)
     return 0
+
+
+def _emulate(result: PlanResult) -> "EmulatedRun":
+    """Runs the plan's step on emulated devices of this machine.
+
+    Args:
+        result: The plan with its costs.
+    """
+    from terapipe.launch.emulation import emulate
+
+    return emulate(result.plan, result.known_source().cost(result.layout))
+
+
+def _emulated_as_dict(emulated: "EmulatedRun") -> dict[str, Any]:
+    """What ``--json`` prints of it, in seconds of the plan; those of ``overhead`` and ``ready`` are this machine's."""
+    return {
+        "predicted": emulated.predicted.makespan,
+        "measured": emulated.measured.makespan,
+        "ratio": emulated.ratio,
+        "stretch": emulated.stretch,
+        "overhead": emulated.overhead,
+        "ready": emulated.ready,
+        "ranks": len(emulated.reports),
+    }
+
+
+def _print_emulated(emulated: "EmulatedRun") -> None:
+    """Says what was measured, and what of it is this machine's own."""
+    slower = f", everything {emulated.stretch:.3g} times slower" if emulated.stretch > 1 else ""
+    measured, predicted = (style.seconds(run.makespan) for run in (emulated.measured, emulated.predicted))
+    line = (
+        f"{measured} measured by {len(emulated.reports)} processes{slower}; {predicted} predicted for devices alone, "
+        f"ratio {emulated.ratio:.3f}; {1e6 * emulated.overhead:.0f} us of this machine for each computation"
+    )
+    console.print(f"  {'emulated':13s} {line}", markup=False)
 
 
 def _estimate(parsed: argparse.Namespace) -> tuple[PlanResult, PlanResult | None]:

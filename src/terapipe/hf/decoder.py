@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.hf.adapters import AdaptedWeights, with_adapter
 from terapipe.hf.backends import Backend, UnsupportedModelError
-from terapipe.hf.quantized import quantization_of, why_packed
+from terapipe.hf.quantized import has_quantized, method_of, quantization_of, why_packed
 from terapipe.hf.refusals import (
     find_dropouts,
     is_checkpointing,
@@ -109,7 +109,7 @@ class Decoder(PipelineModel):
         self.num_layers = len(list(model.get_submodule(self.structure.layers).children()))
         self.tied, self.config = self.structure.tied, model.config
         self._changes = check_changes(model, self.structure)
-        self._is_quantized = quantization_of(model) is not None
+        self._is_quantized = has_quantized(model)
         self._dropouts = find_dropouts(model)  # once: every step asks for their probabilities
         self._routers = router_losses(model, router_z_loss, router_loss_over)
         if self._routers:
@@ -186,8 +186,8 @@ class Decoder(PipelineModel):
         """Why recomputation of layers is not exact, empty if it is. Verified on a small copy, which takes a second."""
         if mode in ("none", "full"):
             return ""
-        if mode == "light" and self._is_quantized:
-            return "it was not verified with quantized layers"
+        if mode == "light" and method_of(quantization_of(self.model)) == "bitsandbytes":
+            return "it recalls no products of bitsandbytes"
         if mode not in self._refused_modes:
             self._refused_modes[mode] = self._verifier().why_not_recomputed(self.structure, mode)
         return self._refused_modes[mode]
@@ -286,7 +286,7 @@ class Decoder(PipelineModel):
             dtype: Of the weights, by default as they were saved.
             backend: See ``Decoder``.
             quantization_config: Quantizes linear layers as they are read, each rank those of its stages: a
-                ``BitsAndBytesConfig``. A folder that was saved quantized needs none.
+                ``BitsAndBytesConfig`` or ``TorchAoConfig``. A folder that was saved quantized needs none.
             adapter: A ``LoraConfig`` of peft: all else is frozen, and each rank adds the adapters of its own layers.
             seed: Of the adapters' weights.
             options: Others of ``Decoder``.
@@ -391,7 +391,7 @@ class Decoder(PipelineModel):
         the plan may no longer match what they wrap. So they are refused.
         """
         degree, name = tp.mesh.size(), type(self.model).__name__
-        if quantization_of(self.model) is not None:
+        if self._is_quantized:
             raise UnsupportedModelError(f"quantized weights of {name} cannot be tensor parallel; take tp 1")
         if self._adapters:
             raise UnsupportedModelError(f"the adapters in {name} cannot be tensor parallel; take tp 1")

@@ -8,13 +8,21 @@ bitsandbytes replaces linear layers by its own, whose frozen weights are whole n
     8 bits, threshold 6    columns with a value over 6 *in any token of the call* are         slices find other columns:
                            multiplied without rounding                                        refused
 
+torchao keeps linear layers, and replaces their weights by tensor classes::
+
+    weights only (int8, float8, 1 to 8 bits)   out = x W, where W is made in each call        each token alone
+    activations, too, dynamic or static        x is rounded, which has no gradient: that of
+                                               x through the base is zero or worse            refused
+    packed 4 bits                              a kernel that has no backward                  refused
+
 ``check_changes`` (verify/changes.py) tries the layers of the model itself, whole and in parts. What is here is what it
 could not see: a threshold that no value of a short check reaches.
 
 **Copies.** Stages have modules of their own and share the model's tensors. A layer of bitsandbytes has tensors that are
 no parameters, and moves them in place, or takes them from its parameter in its first call: a copy made before that call
 would be left without. ``settle_scales`` puts them where all copies find them, ``share_scales`` lists them for
-``copy.deepcopy``, ``move_quantized`` gives a stage on another device its own.
+``copy.deepcopy``, ``move_quantized`` gives a stage on another device its own. Weights of torchao are parameters as any,
+but ``Module.to`` would move them in place, for all that share them.
 """
 
 import copy
@@ -22,25 +30,33 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel, TorchAoConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from terapipe.hf.backends import UnsupportedModelError
+from terapipe.modeling.quantized import is_composed
 
 PACKAGE = "bitsandbytes."
 EXACT_8_BIT = "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
 PACKED = "packing_format_for_cpu"  # of a quant_state whose weights were repacked for inference
 REPACKS = "support_avx512bf16_for_cpu"  # of a layer that does so in its first call without gradients
 
+WEIGHT_ONLY = ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig")  # configurations of torchao
+CLASSES = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")  # of weights that these make
+ROUNDS_INPUT = ("act_quant_kwargs", "activation_quantization", "act_pre_scale")  # of a weight that rounds its input
+EXACT_TORCHAO = "TorchAoConfig(Int8WeightOnlyConfig()) or Float8WeightOnlyConfig()"
 
-def quantization_of(model: PreTrainedModel) -> Any:
+
+def quantization_of(model: nn.Module) -> Any:
     """The quantization that a model's configuration names, a dictionary or an object of transformers; else None.
 
     Args:
         model: Quantized already, or on the meta device and to be quantized when its weights are read.
     """
-    return getattr(model.config, "quantization_config", None)
+    return getattr(getattr(model, "config", None), "quantization_config", None)
 
 
 def option_of(quantization: Any, name: str, default: Any = None) -> Any:
@@ -56,6 +72,16 @@ def option_of(quantization: Any, name: str, default: Any = None) -> Any:
     return getattr(quantization, name, default)
 
 
+def method_of(quantization: Any) -> str:
+    """The package that a quantization is made by, as transformers calls it.
+
+    Args:
+        quantization: As ``quantization_of`` returns it.
+    """
+    method = option_of(quantization, "quant_method", "unknown")
+    return str(getattr(method, "value", method))
+
+
 def refuse_inexact(model: PreTrainedModel) -> None:
     """Refuses quantizations that are not exact in slices, or of which nothing is known.
 
@@ -66,19 +92,22 @@ def refuse_inexact(model: PreTrainedModel) -> None:
         UnsupportedModelError: Named with what to load the model with instead.
     """
     quantization, name = quantization_of(model), type(model).__name__
+    _refuse_classes(model)
     if quantization is None:
-        if getattr(model, "hf_quantizer", None) or next(quantized_layers(model), None):
+        if getattr(model, "hf_quantizer", None) or next(bitsandbytes_layers(model), None):
             raise UnsupportedModelError(
                 f"{name} has quantized weights, but its configuration does not say which; load it with a "
                 "quantization_config"
             )
         return
-    method = option_of(quantization, "quant_method", "unknown")
-    method = str(getattr(method, "value", method))
+    method = method_of(quantization)
+    if method == "torchao":
+        _refuse_inexact_torchao(quantization, name)
+        return
     if method != "bitsandbytes":
         raise UnsupportedModelError(
             f"{name} has quantized weights of {method}, which are not known to be exact in slices; take bitsandbytes, "
-            f"in 4 bits or by {EXACT_8_BIT}"
+            f"in 4 bits or by {EXACT_8_BIT}, or torchao by {EXACT_TORCHAO}"
         )
     if option_of(quantization, "load_in_8bit") or option_of(quantization, "_load_in_8bit"):
         _refuse_inexact_8_bit(quantization, name)
@@ -115,6 +144,84 @@ def _refuse_inexact_4_bit(quantization: Any, name: str) -> None:
         )
 
 
+def _refuse_inexact_torchao(quantization: Any, name: str) -> None:
+    if option_of(quantization, "include_input_output_embeddings"):
+        raise UnsupportedModelError(
+            f"{name} has quantized embeddings (include_input_output_embeddings), which are not known in a pipeline; "
+            "load it without them"
+        )
+    for kind in _torchao_kinds(option_of(quantization, "quant_type")):
+        if kind not in WEIGHT_ONLY:
+            raise UnsupportedModelError(f"{name} has quantized weights of torchao by {_why_not(kind)}")
+
+
+def _why_not(kind: str) -> str:
+    """Why a configuration of torchao is refused, and what to take."""
+    reason = "which is not known to be exact in slices"
+    if "Activation" in kind:
+        reason = "which rounds activations, too, and so has no gradients of what is below"
+    elif "Int4" in kind:
+        reason = "whose packed products have no gradients"
+    return f"{kind}, {reason}; load it with {EXACT_TORCHAO}, or in 4 bits of bitsandbytes"
+
+
+def torchao_config(quantization: Any) -> Any:
+    """torchao's own configuration in a quantization of transformers, as an object; of those for single modules, the one
+    for the rest or else the first.
+
+    Args:
+        quantization: As ``quantization_of`` returns it, with the method torchao.
+    """
+    if isinstance(quantization, dict):
+        quantization = TorchAoConfig.from_dict(quantization)  # type: ignore[no-untyped-call]
+    config = quantization.quant_type
+    of_modules = getattr(config, "fqn_to_config", None)
+    if of_modules:
+        return of_modules.get("_default") or next(one for one in of_modules.values() if one is not None)
+    return config
+
+
+def _torchao_kinds(quant_type: Any) -> Iterator[str]:
+    """The names of the classes in a configuration of torchao, an object or a dictionary of a file: its own, or those
+    that it has for single modules (FqnToConfig)."""
+    if isinstance(quant_type, dict) and "_type" not in quant_type:
+        quant_type = quant_type.get("default")  # as transformers writes it
+    values = quant_type.get("_data", {}) if isinstance(quant_type, dict) else vars(quant_type or object)
+    inner = values.get("fqn_to_config")
+    if inner is None:
+        yield quant_type["_type"] if isinstance(quant_type, dict) else type(quant_type).__name__
+        return
+    for one in inner.values():
+        if one is not None:
+            yield from _torchao_kinds(one)
+
+
+def _is_of_other_tensors(parameter: Any) -> bool:
+    return is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor)
+
+
+def _refuse_classes(model: PreTrainedModel) -> None:
+    """Refuses tensor classes among the weights but those that are known to be exact, whatever made them."""
+    for path, module in model.named_modules():
+        parameters: dict[str, Any] = module._parameters
+        for key, p in parameters.items():
+            if not _is_of_other_tensors(p):
+                continue
+            where, kind = f"{path}.{key}".strip("."), type(p).__name__
+            rounds = next((option for option in ROUNDS_INPUT if getattr(p, option, None) is not None), "")
+            if kind not in CLASSES or not is_composed(p):
+                reason = f"is of the class {kind}, which is not known to be exact in slices"
+            elif rounds:
+                reason = f"rounds activations, too ({rounds}), and so has no gradients of what is below"
+            elif type(module) is not nn.Linear or key != "weight" or p.requires_grad:
+                reason = "is quantized, which is known for frozen weights of linear layers only"
+            else:
+                continue
+            raise UnsupportedModelError(
+                f"{where} of {type(model).__name__} {reason}; quantize it by {EXACT_TORCHAO}, or leave it as it is"
+            )
+
+
 def skip_modules(quantization: Any, model: PreTrainedModel, names: list[str]) -> Any:
     """A copy of a quantization that leaves further modules as they are: those of other stages, which are not read.
 
@@ -125,12 +232,13 @@ def skip_modules(quantization: Any, model: PreTrainedModel, names: list[str]) ->
         names: Of the modules.
     """
     quantization = copy.deepcopy(quantization)
-    skipped = option_of(quantization, "llm_int8_skip_modules")
+    entry = "modules_to_not_convert" if method_of(quantization) == "torchao" else "llm_int8_skip_modules"
+    skipped = option_of(quantization, entry)
     skipped = get_keys_to_not_convert(model) if skipped is None else skipped
     if isinstance(quantization, dict):
-        quantization["llm_int8_skip_modules"] = [*skipped, *names]
+        quantization[entry] = [*skipped, *names]
     else:
-        quantization.llm_int8_skip_modules = [*skipped, *names]
+        setattr(quantization, entry, [*skipped, *names])
     return quantization
 
 
@@ -139,7 +247,29 @@ def _dtype(value: Any) -> Any:
     return getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
 
 
-def quantized_layers(model: nn.Module) -> Iterator[Any]:
+def has_quantized(model: nn.Module) -> bool:
+    """Whether a model has quantized layers, or will have them when its weights are read.
+
+    Args:
+        model: Any; of transformers, or a part of such a model.
+    """
+    layers = (bitsandbytes_layers(model), torchao_layers(model))
+    return quantization_of(model) is not None or any(next(kind, None) is not None for kind in layers)
+
+
+def torchao_layers(model: nn.Module) -> Iterator[Any]:
+    """The layers of a model with weights of torchao.
+
+    Args:
+        model: Any.
+    """
+    for module in model.modules():
+        weight: Tensor | None = module._parameters.get("weight")
+        if weight is not None and is_composed(weight):
+            yield module
+
+
+def bitsandbytes_layers(model: nn.Module) -> Iterator[Any]:
     """The layers of bitsandbytes in a model.
 
     Args:
@@ -167,7 +297,7 @@ def settle_scales(model: nn.Module) -> None:
     Args:
         model: Changed in place; calling it twice changes nothing.
     """
-    for layer in quantized_layers(model):
+    for layer in bitsandbytes_layers(model):
         weight = layer.weight
         if weight.is_meta:
             continue
@@ -189,7 +319,7 @@ def share_scales(model: nn.Module) -> dict[int, Any]:
         model: One that ``settle_scales`` has seen.
     """
     shared: dict[int, Any] = {}
-    for layer in quantized_layers(model):
+    for layer in bitsandbytes_layers(model):
         if _is_4_bit(layer):
             shared[id(layer.quant_state)] = layer.quant_state
         else:
@@ -206,7 +336,10 @@ def move_quantized(model: nn.Module, device: torch.device) -> None:
         model: A copy, changed in place.
         device: Where to. Weights that are there already stay shared.
     """
-    for layer in quantized_layers(model):
+    for layer in torchao_layers(model):
+        if layer.weight.device != device and not layer.weight.is_meta:
+            layer._parameters["weight"] = nn.Parameter(layer.weight.to(device), requires_grad=False)
+    for layer in bitsandbytes_layers(model):
         weight: Any = layer._parameters.get("weight")
         if weight is None or weight.is_meta or weight.device == device:
             continue
@@ -234,7 +367,7 @@ def keep_unpacked(model: nn.Module) -> None:
     Args:
         model: Changed in place.
     """
-    for layer in quantized_layers(model):
+    for layer in bitsandbytes_layers(model):
         if getattr(layer, REPACKS, False):
             setattr(layer, REPACKS, False)
 

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from terapipe.hf.quantized import option_of, quantization_of
+from terapipe.extras import import_extra
+from terapipe.hf.quantized import has_quantized, method_of, option_of, quantization_of, torchao_config
 from terapipe.hf.structure import AFTER, ModelStructure, text_config
-from terapipe.modeling.quantized import count_weights, is_quantized, scales_of
+from terapipe.modeling.quantized import bytes_of, count_weights, is_quantized
 from terapipe.planning.presets import FrozenLayers, GPTConfig
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -83,17 +84,28 @@ def frozen_layers(model: PreTrainedModel, structure: ModelStructure) -> FrozenLa
     layers, quantization = len(_layers(model, structure)), quantization_of(model)
     frozen = sum(_frozen_bytes(p, quantization) for p in inside if not p.requires_grad)
     ends = any(p.requires_grad for p in model.parameters() if p not in inside)
-    return FrozenLayers(frozen / layers, trained / layers, ends, quantization is not None)
+    return FrozenLayers(frozen / layers, trained / layers, ends, has_quantized(model))
 
 
 def _frozen_bytes(parameter: Tensor, quantization: Any) -> float:
     """Bytes of a frozen parameter with its scales: as it is, or as a matrix on the meta device will be quantized."""
     if quantization is None or is_quantized(parameter) or not parameter.is_meta or parameter.ndim != 2:
-        return float(parameter.nbytes + sum(scale.nbytes for scale in scales_of(parameter).values()))
+        return float(bytes_of(parameter))
+    if method_of(quantization) == "torchao":
+        return float(_torchao_bytes(parameter, torchao_config(quantization)))
     if option_of(quantization, "load_in_8bit"):
         return parameter.numel() + 4.0 * parameter.shape[0]
     scales = 1 / 64 + 4 / (64 * 256) if option_of(quantization, "bnb_4bit_use_double_quant") else 4 / 64
     return parameter.numel() * (0.5 + scales)
+
+
+def _torchao_bytes(parameter: Tensor, config: Any) -> int:
+    """Bytes of a weight as torchao quantizes it, which is tried without numbers."""
+    quantization: Any = import_extra("torchao.quantization", "quantized", "a model that torchao quantizes")
+    outputs, inputs = parameter.shape
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=parameter.dtype)
+    quantization.quantize_(layer, config)
+    return bytes_of(layer.weight)
 
 
 def _layers(model: PreTrainedModel, structure: ModelStructure) -> list[nn.Module]:

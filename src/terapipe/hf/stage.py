@@ -26,8 +26,9 @@ A stage is made in six steps, each a method:
 Steps 1 and 2 must come before hooks, which are put on the copy; steps 4 and 5 call the model, so they need the hooks;
 and the head is made while all layers are still there, because it has to know how many there are.
 
-For a first reading: ``__init__``, then ``_inject``, ``_capture`` and ``forward``; stop there. Steps 4 and 6 make a
-stage cheaper to call, not different; step 5 and most of what follows ``forward`` are about the last stage's head.
+For a first reading: ``__init__``, then ``_inject``, ``_capture``, ``forward`` and what it calls; stop after
+``_inputs``. Steps 4 and 6 make a stage cheaper to call, not different; step 5 and most of what follows are about the
+last stage's head.
 
 The model itself is not changed: several pipelines can be made of one model.
 """
@@ -61,7 +62,7 @@ from terapipe.hf.own_layers import (
     recording,
     wave_like,
 )
-from terapipe.hf.quantized import move_quantized, quantized_layers
+from terapipe.hf.quantized import has_quantized, move_quantized
 from terapipe.hf.refusals import LateCheckpointing
 from terapipe.hf.rope import FixedLength, depends_on_length
 from terapipe.hf.routers import FLAG, RouterLosses
@@ -140,7 +141,7 @@ class DecoderStage(Stage):
         self._no_past = ViewCache(1, text_config(model.config)) if backend == "attention" else None
 
         self._copy_model(model)
-        self.is_quantized = next(quantized_layers(self.model), None) is not None
+        self.is_quantized = has_quantized(self.model)
         device = model.device if device is None else device
         with device:  # zeros that take no memory would take some when moved
             self._empty_modules()

@@ -290,8 +290,8 @@ class PretrainedWeights:
     Args:
         folder: As ``save_pretrained`` of transformers or of terapipe writes it.
         dtype: Of the weights, by default as they were saved.
-        quantization: How to quantize them as they are read, a ``BitsAndBytesConfig``. A folder that was saved quantized
-            needs none.
+        quantization: How to quantize them as they are read, a ``BitsAndBytesConfig`` or ``TorchAoConfig``. A folder
+            that was saved quantized needs none.
     """
 
     folder: Path

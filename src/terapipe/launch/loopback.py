@@ -20,6 +20,13 @@ BACKEND = "terapipe-loopback"  # torchelastic's name for it
 ADDRESS = "127.0.0.1"
 
 
+def open_store() -> TCPStore:
+    """A store of this process that listens on the loopback interface, at any port."""
+    listener = socket.create_server((ADDRESS, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
 class LoopbackRendezvous(RendezvousHandler):
     """The rendezvous of one launcher, which hosts the store of its ranks. Nobody else joins or leaves, so most of
     torchelastic's questions have a constant answer.
@@ -30,11 +37,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def __init__(self, run: str) -> None:
         self._run, self._rounds = run, 0
-        listener = socket.create_server((ADDRESS, 0), backlog=128)
-        port = listener.getsockname()[1]
-        self._store = TCPStore(
-            ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self._store = open_store()
 
     def get_backend(self) -> str:
         """The name that a LaunchConfig calls it by."""

@@ -155,8 +155,8 @@ class _Attend(torch.autograd.Function):
                                       |  store  |  this slice
         from the store                          |<----------->|    what later slices left for this slice's keys
 
-    So ``store.grad(context, end)`` is complete when this backward runs, because all later slices have run theirs. What
-    this slice adds to the store lies before ``context``, where only earlier slices will read.
+    What lies in the store for this slice's tokens is complete when this backward runs, because all later slices have
+    run theirs. What this slice adds to the store lies before ``context``, where only earlier slices will read.
     """
 
     @staticmethod
@@ -188,10 +188,11 @@ class _Attend(torch.autograd.Function):
                 f"token's keys and values get gradients from all later slices, and this slice holds tokens {context} "
                 f"to {end} of {seq_len}; differentiate what happens within tokens only, or take one slice"
             )
-        dq, dk, dv = _Sum(q), *(_Sum(own) for own in store.read(EVERY, slice(context, end)))
+        like = store.read(EVERY, slice(context, end))  # for the shapes of dk and dv only
+        dq, dk, dv = _Sum(q), *map(_Sum, like)
         store.begin_backward(seen.bounds)
-        owed = max(context, seen.bounds.oldest_after)  # older tokens are not seen by later slices
-        later = store.grad(owed, end) if owed < end < seq_len else (None, None)
+        first_seen = max(context, seen.bounds.oldest_after)  # by later slices, of this slice's tokens
+        later = store.grad(first_seen, end) if first_seen < end < seq_len else (None, None)
         earlier = _EarlierGradients(store, seen, is_first=end == seq_len)
         for part in kernel.backward(grad, q, out, lse, store, seen, scores):
             dq.add(part.dq, (part.sequences, EVERY, part.rows))
@@ -203,7 +204,7 @@ class _Attend(torch.autograd.Function):
                 dk.add(part.dk[:, :, before:], inside)
                 dv.add(part.dv[:, :, before:], inside)
         earlier.finish()
-        start = owed - context
+        start = first_seen - context
         owns = zip((dk, dv), later, ctx.by_tokens, strict=True)
         totals = (own.total(rest, by_tokens, start) for own, rest, by_tokens in owns)
         return dq.total(), *totals, _sink_gradient(grad, out, lse, sinks), None

@@ -17,6 +17,9 @@ gradients of slices, each rounded to that dtype, are added up in the weight's ow
 Of an embedding, autograd would make a whole table for every slice, zeros but for the rows of the slice's tokens. For a
 vocabulary of 100,000 that takes longer than a layer. Here only those rows are touched.
 
+Quantized weights of torchao are not trained. Autograd would keep the weight that a slice's forward made of each until
+its backward, a float for each number of 8 bits and for each slice; ``project_quantized`` makes it again.
+
 ``fuse_weight_grads`` gives modules of a stage other classes, once. Inside of a slice (``with cache``) modules of these
 classes work on it; outside they do what they did before. Parameters, names, hooks and ``state_dict`` stay as they are,
 and copies and pickles are of the module's own class. Megatron has the same under the name gradient accumulation fusion.
@@ -31,8 +34,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from terapipe.modeling.recall import NARROW
-from terapipe.modeling.slice_cache import SliceCache, autocast_dtype, cache_that_adds, cast_input
+from terapipe.modeling.quantized import is_composed, multiply_back, parts_of
+from terapipe.modeling.recall import NARROW, ProductName
+from terapipe.modeling.slice_cache import (
+    SliceCache,
+    SliceContext,
+    autocast_dtype,
+    cache_that_adds,
+    cast_input,
+    current_cache,
+)
 from terapipe.modeling.weight_grads import (
     HALF,
     DeferredGrad,
@@ -104,13 +115,19 @@ def project(
     x = torch._C._functorch.unwrap_if_dead(x)
     recall, name, recalled = cache.current.recall, None, None
     if recall is not None and not _is_narrow(weight, inputs_first):
-        name = recall.name_call(weight)
-        if cache.current.checkpointed == "again":
-            recalled = recall.output(name, last=cache.current.is_own_backward)
+        name, recalled = _recall(cache.current, weight)
     out: Tensor = _apply_project(x, weight, bias, cache, dtype, inputs_first, adds_bias, keeper, mesh, [recalled])
     if recall is not None and name is not None and cache.current.checkpointed == "first":
         recall.keep(name, x, out)
     return out
+
+
+def _recall(context: SliceContext, weight: Tensor) -> tuple[ProductName, Tensor | None]:
+    """Names a product of a layer that recalls; with its output, if it was computed before."""
+    assert context.recall is not None
+    name = context.recall.name_call(weight)
+    again = context.checkpointed == "again"
+    return name, context.recall.output(name, last=context.is_own_backward) if again else None
 
 
 def _is_narrow(weight: Tensor, inputs_first: bool) -> bool:
@@ -265,6 +282,58 @@ def changed_weight(name: str, weight: Tensor, version: int) -> RuntimeError:
     )
 
 
+# Quantized weights of torchao
+
+
+def project_quantized(x: Tensor, weight: Tensor, bias: Tensor | None, cache: SliceCache) -> Tensor:
+    """As ``F.linear`` with a frozen weight of torchao, of which nothing is kept for the backward.
+
+    Args:
+        x: (..., inputs).
+        weight: (outputs, inputs).
+        bias: (outputs,), or None.
+        cache: That of the slice being computed.
+    """
+    recall, name, recalled = cache.current.recall, None, None
+    if recall is not None and not _is_narrow(weight, inputs_first=False):
+        name, recalled = _recall(cache.current, weight)
+    out: Tensor = _ProjectQuantized.apply(x, [weight], bias, [recalled])  # type: ignore[no-untyped-call]
+    if recall is not None and name is not None and cache.current.checkpointed == "first":
+        recall.keep(name, x, out)
+    return out
+
+
+class _ProjectQuantized(torch.autograd.Function):
+    """The product of ``project_quantized``. Its forward is torchao's own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: list[Tensor],  # the weight, which autograd need not see
+        bias: Tensor | None,
+        recalled: list[Tensor | None],  # the output, if it was computed before
+    ) -> Tensor:
+        (weight,) = weights
+        dtype = autocast_dtype(x) or x.dtype
+        ctx.of_forward = weight, dtype, x.dtype, None if bias is None else bias.dtype
+        ctx.versions = [part._version for part in parts_of(weight)]
+        if recalled[0] is not None:
+            return recalled[0]
+        with torch._C._AutoDispatchBelowADInplaceOrView():  # models may not change a view behind a Function in place
+            return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, dtype, x_dtype, bias_dtype = ctx.of_forward
+        for part, version in zip(parts_of(weight), ctx.versions, strict=True):
+            if part._version != version:
+                raise changed_weight("a part of a quantized weight", part, version)
+        grad_x = multiply_back(grad, weight, dtype).to(x_dtype) if ctx.needs_input_grad[0] else None
+        grad_bias = grad.flatten(0, -2).sum(0).to(bias_dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_bias, None
+
+
 # Embeddings
 
 
@@ -374,7 +443,8 @@ def fuse_weight_grads(stage: nn.Module) -> None:
     """Gives linear layers and embeddings of a stage classes whose gradients are added in place.
 
     Modules of ``nn.Linear``, transformers' ``Conv1D`` and ``nn.Embedding`` are meant, and subclasses of embeddings.
-    Subclasses of linear layers may compute something else, and are left alone. Parameters, names, hooks and
+    Subclasses of linear layers may compute something else, and are left alone. Linear layers whose weight torchao
+    quantized get a class that keeps no copy of it. Parameters, names, hooks and
     ``state_dict`` stay as they are.
 
     Args:
@@ -382,6 +452,8 @@ def fuse_weight_grads(stage: nn.Module) -> None:
     """
     for module in stage.modules():
         kind = _fused_class(type(module))
+        if kind is _FusedLinear and is_composed(module.weight):  # type: ignore[arg-type]
+            kind = _QuantizedLinear
         if kind is not None and _KEEPS_CLASS not in vars(module):
             # Not by nn.Module's own __setattr__, which looks for parameters.
             object.__setattr__(module, "__class__", kind)
@@ -436,6 +508,18 @@ class _FusedLinear(_Fused, nn.Linear):
         return project(x, weight, self.bias, cache)
 
 
+class _QuantizedLinear(_Fused, nn.Linear):
+    """``nn.Linear`` whose weight torchao quantized."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache, weight = current_cache(), self.weight
+        if cache is None or not (torch.is_grad_enabled() and cache.current.fuses and is_composed(weight)):
+            return super().forward(x)
+        if torch._C._are_functorch_transforms_active():
+            return super().forward(x)
+        return project_quantized(x, weight, self.bias, cache)
+
+
 class _FusedConv1D(_Fused):
     """Of transformers, for GPT-2: a linear layer whose weight is (inputs, outputs)."""
 
@@ -467,7 +551,11 @@ def _has_own_rows(table: Tensor) -> bool:
 
 
 _fused: dict[type[nn.Module], type[nn.Module] | None] = {nn.Linear: _FusedLinear, nn.Embedding: _FusedEmbedding}
-_plain: dict[type[nn.Module], type[nn.Module]] = {_FusedLinear: nn.Linear, _FusedEmbedding: nn.Embedding}
+_plain: dict[type[nn.Module], type[nn.Module]] = {
+    _FusedLinear: nn.Linear,
+    _QuantizedLinear: nn.Linear,
+    _FusedEmbedding: nn.Embedding,
+}
 
 
 def _fused_class(kind: type[nn.Module]) -> type[nn.Module] | None:

@@ -57,6 +57,7 @@ class SliceContext:
         calls: How often each module has called attention since the cache was entered.
         checkpointed: Which forward of a checkpointed layer is running: the "first", or "again" in the backward.
         recall: What the first leaves to the other, of a layer whose products are not computed again.
+        has_recalled: Whether there has been such a layer: a checkpoint inside of it is computed again after it.
         is_in_forward: Whether the slice's forward is running.
         own_task: Autograd's number of the running backward of the slice.
         saved: Takes what a forward keeps for its backward, if the slice is offloaded.
@@ -71,6 +72,7 @@ class SliceContext:
         self.calls: dict[Hashable, int] = {}
         self.checkpointed: Literal["", "first", "again"] = ""
         self.recall: Recall | None = None
+        self.has_recalled = False
         self.is_in_forward = False
         self.own_task: int | None = None
         self.saved: SavedTensors | None = None
@@ -158,7 +160,7 @@ def cache_that_adds(weight: Tensor, *, is_product: bool = False) -> "SliceCache 
     """
     if (
         not _computing
-        or not (weight.requires_grad or (is_product and _computing[-1].current.recall is not None))
+        or not (weight.requires_grad or (is_product and _computing[-1].current.has_recalled))
         or not weight.is_leaf
         # Torch rounds split products otherwise, and forwards must be the same to the bit with gradients and without.
         or not (torch.is_grad_enabled() or isinstance(weight, DTensor))
@@ -535,6 +537,7 @@ class _Checkpointing(AbstractContextManager[None]):
         calls = None if recall is None else recall.begin()
         self._before.append((current, current.checkpointed, current.recall, calls))
         current.checkpointed, current.recall = self._which, recall
+        current.has_recalled |= recall is not None
         if recall is not None and recall.needs is None and self._which == "first":
             self._learning = recall.learn()
             self._learning.__enter__()

@@ -110,8 +110,8 @@ class Stage(nn.Module):
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """The dtype of hidden states where nothing is autocast, and so of messages between stages: by default that of
-        the stage's first parameter."""
+        """The dtype of hidden states where nothing is autocast, and then also of messages: by default that of the
+        stage's first parameter. Under autocast messages say their dtype themselves, see ``MessageFormat``."""
         return next(self.parameters()).dtype
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
@@ -220,7 +220,8 @@ class PipelineModel(ABC):
         tied: Names of parameters that both the first and the last stage hold, each its own copy.
         config: What describes the model: a dataclass, a dictionary, or an object with ``to_dict()``. It must be equal
             on all ranks.
-        has_auxiliary_losses: Whether its stages have ``auxiliary_losses``, so that steps have metrics.
+        has_auxiliary_losses: Whether its stages have ``auxiliary_losses``. ``terapipe train`` and the trainers log
+            metrics then; a pipeline asks its stages.
         has_bare_ends: Whether ``stage`` takes ``embeds`` and ``has_head``, so that plans may have the embedding or
             the head alone on a stage.
     """

@@ -86,6 +86,9 @@ class AnalyticCost:
             after the other, as Megatron-LM's ``batch_isend_irecv`` makes them. Ours are kernels of their own. Without
             ``scatter`` it does not matter: a shared card is the limit, and other devices use its other direction.
         hosted: Whether a computation takes as long as its host does, if that is longer.
+        early_stop: Whether full recomputation is by layers and ends before the last product of each, whose output no
+            backward needs, as torch's checkpoints that are not reentrant. Ours, by stages, needs it in the next layer.
+        products_again: Share of a layer's products that light recomputation computes again. Ours none.
     """
 
     config: GPTConfig
@@ -99,6 +102,8 @@ class AnalyticCost:
     scatter: bool = True
     batched: bool = False
     hosted: bool = True
+    early_stop: bool = False
+    products_again: float = 0.0
 
     def with_recompute(self, mode: Recompute) -> "AnalyticCost":
         """The same costs, with backwards that compute activations again."""
@@ -140,7 +145,7 @@ class AnalyticCost:
         it computes again."""
         device, terms, tokens = self.cluster.host.device, self._terms, np.multiply(size, length)
         busy = 2 * device.layer_overhead + terms.inputs(tokens) + terms.weights(tokens)
-        busy = busy + tokens * terms.elementwise + self._attention(size, length, context, backward=True)
+        busy = busy + tokens * terms.elementwise + self.attention(size, length, context, backward=True)
         layer = np.maximum(2 * device.min_layer_time, busy) + self._all_reduces(size, length)
         recomputed = self._recompute_time(size, length, context)
         seconds = np.asarray(stage.layers * (layer + recomputed) + self._embedding_backward(stage, size, length))
@@ -264,8 +269,16 @@ class AnalyticCost:
         seconds = flops / (device.peak * (speed.backward if backward else speed.forward))
         return seconds + speed.scores * c.heads / self.layout.tp * device.element / device.bandwidth
 
-    def _attention(self, size: Numbers, length: Numbers, context: Numbers, backward: bool = False) -> Array:
-        """Seconds of attention. A row of the causal triangle has on average half of the slice's own keys."""
+    def attention(self, size: Numbers, length: Numbers, context: Numbers, backward: bool = False) -> Array:
+        """Seconds of attention between queries, keys and values in one layer, without products with weights. A row of
+        the causal triangle has on average half of the slice's own keys.
+
+        Args:
+            size: As in ``forward``.
+            length: As in ``forward``.
+            context: As in ``forward``.
+            backward: Whether of its backward.
+        """
         own = 0.5 if self.cluster.host.device.attention_speed.causal else 1.0
         keys = np.add(context, np.multiply(length, own)) + _RAMP_KEYS
         return np.asarray(np.multiply(size, length) * keys * self._terms.attention[backward], dtype=np.float64)
@@ -277,7 +290,7 @@ class AnalyticCost:
         """A layer's forward."""
         device, tokens = self.cluster.host.device, np.multiply(size, length)
         busy = device.layer_overhead + self._terms.forward(tokens) + tokens * self._terms.elementwise
-        busy = busy + self._attention(size, length, context)
+        busy = busy + self.attention(size, length, context)
         return np.asarray(np.maximum(device.min_layer_time, busy) + self._all_reduces(size, length), dtype=np.float64)
 
     def _recompute_time(self, size: Numbers, length: Numbers, context: Numbers) -> Array | float:
@@ -286,10 +299,12 @@ class AnalyticCost:
         all products."""
         if self.recompute == "none":
             return 0.0
-        if self.recompute == "full":
-            return self._layer(size, length, context)
         tokens = np.multiply(size, length)
-        products = 0.0 if self.recompute == "light" else self._terms.block(tokens)
+        if self.recompute == "full":
+            last = self._terms.forward(tokens) - self._terms.block(tokens) + self._all_reduces(size, length) / 2
+            return self._layer(size, length, context) - self.early_stop * last
+        light = self.recompute == "light"
+        products = self.products_again * self._terms.forward(tokens) if light else self._terms.block(tokens)
         seconds = products + tokens * self._terms.elementwise
         overhead = self.cluster.host.device.layer_overhead
         return np.asarray(overhead + seconds + self._all_reduces(size, length) / 2, dtype=np.float64)

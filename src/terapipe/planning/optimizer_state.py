@@ -3,8 +3,8 @@
 adamw           two moments in the parameter's dtype; `terapipe train` has them, and a copy of the parameter, in
                 float32 where the parameter is in half precision
 adamw-8bit      two moments of one byte each, and a scale for each block of 256
-adamw-offload   nothing on the device: moments, and a copy of parameter and gradient, are the host's (torchao's
-                CPUOffloadOptimizer)
+adamw-offload   nothing on the device: all that adamw has, and a copy of parameter and gradient, are the host's
+                (torchao's CPUOffloadOptimizer)
 sgd             nothing
 """
 
@@ -38,5 +38,5 @@ def state_bytes(optimizer: str, element: int, *, master: bool) -> StateBytes:
     if optimizer == "adamw-8bit":
         return StateBytes(2 * (1 + SCALE / BLOCK) + copy)
     if optimizer == "adamw-offload":
-        return StateBytes(0.0, 4.0 * element)
+        return StateBytes(0.0, 2.0 * element + 2 * wide + copy)
     return StateBytes(2 * wide + copy)

@@ -1,4 +1,5 @@
-"""Every planning knob, once. A new knob is one line here.
+"""Every planning knob, once: a new one is one line here. What it does is in ``search``, whose requests have it by
+inheritance; what it excludes is in ``_refuse_conflicts`` of cli/options.py and ``compare`` of search/choose.py.
 
 Four forms are made from these classes, so that none of them can miss a knob or explain it differently:
 

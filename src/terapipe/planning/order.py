@@ -40,8 +40,10 @@ class Order:
             ``"v"`` goes back from the last one.
         chunks: The only number of stages per rank that the order supports; None for any.
         unsliced_twin: The name of the same order for whole sequences, if there is one.
-        one_rank: Whether to try it on a single rank, where all orders take the same time.
-        tried_chunks: Numbers of stages per rank that the search tries.
+        one_rank: Whether the search tries it without a pipeline, too, where all orders take the same time and one
+            stands for them.
+        tried_chunks: Numbers of stages per rank that the search tries where ``chunks`` is None. ``build`` supports all
+            of them.
         bubble: The idle time relative to that of a flush, which is (ranks - 1) / chunks slices.
         in_flight: How many microbatches have live activations at the peak, of an ``InFlight``: a tuple of
             ``microbatches``, ``slices`` of each, ``ranks`` and ``chunks``.

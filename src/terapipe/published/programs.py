@@ -4,11 +4,13 @@ copies that ours does not make, activations that ours does not keep.
 Each class is a `Cost` or a `Memory` as the planner has them, so that a simulation does not know the difference.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 
+from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import (
     Array,
     Cost,
@@ -20,6 +22,7 @@ from terapipe.planning.cost import (
 )
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory
+from terapipe.planning.presets import GPTConfig
 from terapipe.planning.recompute import Recompute
 from terapipe.search.source import ClusterSource
 
@@ -73,7 +76,68 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class PrefixCopies:
+class OtherCost:
+    """Another cost model, to which a published program adds something.
+
+    Attributes:
+        cost: Seconds of everything else.
+    """
+
+    cost: Cost
+
+    def with_recompute(self, mode: Recompute) -> Self:
+        """The same with another mode of recomputation, which does not repeat what is added.
+
+        Args:
+            mode: As in a plan.
+        """
+        return replace(self, cost=with_recompute(self.cost, mode))
+
+    def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """The wrapped cost's."""
+        return self.cost.forward(stage, size, length, context)
+
+    def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """The wrapped cost's."""
+        return self.cost.backward(stage, size, length, context)
+
+    def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+        """The wrapped cost's."""
+        return self.cost.weights(stage, size, length)
+
+    def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
+        """The wrapped cost's."""
+        return self.cost.transfer(source, target, size, length)
+
+    def link_behavior(self, source: int, target: int) -> LinkBehavior:
+        """The wrapped cost's."""
+        return self.cost.link_behavior(source, target)
+
+    def per_step(self, stages: Any) -> float:
+        """The wrapped cost's."""
+        return self.cost.per_step(stages)
+
+
+@dataclass(frozen=True)
+class AttentionAgain(OtherCost):
+    """Another cost model, and Megatron-LM's selective recomputation: backwards compute scores, softmax and the product
+    with values once more, so that none of these matrices is kept.
+
+    Attributes:
+        cost: Seconds of everything else.
+        once: Seconds of that in one layer, by sequences, length and context.
+    """
+
+    once: Callable[[Numbers, Numbers, Numbers], Array]
+
+    def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """Adds to the wrapped cost attention's forward in every layer."""
+        again = np.asarray(stage.layers * self.once(size, length, context), dtype=np.float64)
+        return self.cost.backward(stage, size, length, context) + again
+
+
+@dataclass(frozen=True)
+class PrefixCopies(OtherCost):
     """Another cost model, and the copies that Seq1F1B makes of all earlier keys and values, for every slice and layer.
 
     Our cache is written once: a slice adds its own keys and values, and attention reads what is there. Seq1F1B joins
@@ -83,14 +147,14 @@ class PrefixCopies:
         backward   dk += sum            reads two and writes one of what a slice sees, but for the last slice
 
     Over the slices of a sequence, "what a slice sees, but for the last" adds up to the contexts of all slices. So the
-    backward is charged by its context, which is what a cost model knows.
+    backward is charged by its context, which is what a cost model knows. Recomputation keeps attention, so it repeats
+    no copy, and messages have hidden states of the slice only.
 
     Attributes:
         cost: Seconds of everything else.
         per_token: Seconds to read or write keys and values of one token in one layer.
     """
 
-    cost: Cost
     per_token: float
 
     @classmethod
@@ -106,10 +170,6 @@ class PrefixCopies:
         nbytes = 2 * config.num_kv_heads * config.head_size * device.element / layout.tp
         return cls(cost, nbytes / device.bandwidth)
 
-    def with_recompute(self, mode: Recompute) -> "PrefixCopies":
-        """The same with another mode of recomputation, which does not repeat the copies: attention is kept."""
-        return replace(self, cost=with_recompute(self.cost, mode))
-
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
         """Adds to the wrapped cost a read and a write of all that the slice sees, unless it is the first."""
         seen = np.where(np.asarray(context) > 0, np.add(context, length), 0)
@@ -122,21 +182,90 @@ class PrefixCopies:
     def _copies(self, stage: StageSpec, size: Numbers, tokens: Array, times: int) -> Array:
         return np.asarray(stage.layers * times * np.multiply(size, tokens) * self.per_token, dtype=np.float64)
 
-    def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        """The wrapped cost's: products copy no prefix."""
-        return self.cost.weights(stage, size, length)
 
-    def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
-        """The wrapped cost's: messages have hidden states of the slice only."""
-        return self.cost.transfer(source, target, size, length)
+@dataclass(frozen=True)
+class OtherSource(ClusterSource):
+    """A model on a cluster, trained by a published program.
 
-    def link_behavior(self, source: int, target: int) -> LinkBehavior:
-        """The wrapped cost's."""
-        return self.cost.link_behavior(source, target)
+    Attributes:
+        early_stop: As in `AnalyticCost`.
+        products_again: As in `AnalyticCost`.
+    """
 
-    def per_step(self, stages: Any) -> float:
-        """The wrapped cost's."""
-        return self.cost.per_step(stages)
+    early_stop: bool = False
+    products_again: float = 0.0
+
+    def cost(self, layout: Layout) -> Cost:
+        """The planner's, with what the program does otherwise.
+
+        Args:
+            layout: Replicas, pipeline ranks and tensor parallel ranks.
+        """
+        cost = super().cost(layout)
+        if not isinstance(cost, AnalyticCost):
+            return cost
+        return replace(cost, early_stop=self.early_stop, products_again=self.products_again)
+
+
+@dataclass(frozen=True)
+class ShardedMemory:
+    """Bytes on a device of a program that shards weights, gradients and optimizer state (FSDP2), and computes each
+    layer again in its backward. Counted from its code: what is there at a time, in bytes of a token for each feature.
+
+    The peak is in the backward of a layer, when all that its forward keeps is there again::
+
+        shards of the state | inputs of all layers, unless on the host | embedding, head | layers at hand | a turn
+
+    Layers at hand: the gathered weights of one and of the next, the gradient of one, and its copy to be summed. The
+    embedding and the head stay gathered all the time, with the head's gradient. A turn is the larger of
+
+        the MLP's          what the layer keeps, and gradients in the MLP
+        attention's        what is left then, and all that ring attention has
+
+    Attributes:
+        config: The shape of the model.
+        element: Bytes of a gathered weight and of an activation.
+        state_bytes: Bytes of weight, gradient and optimizer of each parameter, over all shards.
+        offload: Whether inputs of layers are on the host.
+        saved: As in `OtherProgram`.
+        mlp_turn: Beyond ``saved``, bytes for each feature of hidden states and of the MLP.
+        attention_turn: Bytes for each feature of hidden states, of queries, of keys and values; the last is of keys and
+            values of whole sequences, where they are gathered.
+    """
+
+    config: GPTConfig
+    element: int
+    state_bytes: float
+    offload: bool
+    saved: tuple[float, ...]
+    mlp_turn: tuple[float, ...]
+    attention_turn: tuple[float, ...]
+
+    def peak(self, tokens: float, seen: float, shards: int) -> float:
+        """Bytes at the peak.
+
+        Args:
+            tokens: Of a microbatch, on one device.
+            seen: Of its whole sequences, on all devices that share them.
+            shards: Devices over which the state is spread.
+        """
+        c, embedding = self.config, self.config.vocab * self.config.hidden
+        ends = (c.parameters - c.layers * c.layer_parameters + embedding) * self.element
+        at_hand = 4 * c.layer_parameters * self.element
+        inputs = 0.0 if self.offload else c.layers * tokens * c.hidden * self.element
+        return c.parameters * self.state_bytes / shards + inputs + ends + at_hand + self._turn(tokens, seen)
+
+    def _turn(self, tokens: float, seen: float) -> float:
+        """Bytes that the backward of a layer has."""
+        c = self.config
+        keys_width = 2 * c.num_kv_heads * c.head_size
+        hidden, attention, keys, ffn = self.saved
+        inputs, mlp = self.mlp_turn
+        mlp_turn = (hidden + inputs) * c.hidden + attention * c.attention_width + keys * keys_width
+        mlp_turn += (ffn + mlp) * c.ffn_hidden
+        hidden, attention, keys, gathered = self.attention_turn
+        own = hidden * c.hidden + attention * c.attention_width + keys * keys_width
+        return max(tokens * mlp_turn, tokens * own + seen * gathered * keys_width)
 
 
 @dataclass(frozen=True)

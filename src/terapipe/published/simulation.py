@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 
 from terapipe.planning.analytic import AnalyticCost
-from terapipe.planning.cost import Cost, StageSpec, stage_specs, with_recompute
+from terapipe.planning.cost import Cost, StageSpec, by_side, stage_specs, with_recompute
 from terapipe.planning.device import COLLECTIVES, CONTEXT, GB, GIB, MIB, usable_memory
 from terapipe.planning.hardware import Cluster, with_attention
 from terapipe.planning.layout import Layout
@@ -29,7 +29,14 @@ from terapipe.planning.memory import MOST_BYTES, ShapeMemory
 from terapipe.planning.presets import GPTConfig, gpt_config
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, even_lengths, microbatch_sizes
-from terapipe.published.programs import OtherProgram, PrefixCopies, StageTimes
+from terapipe.published.programs import (
+    AttentionAgain,
+    OtherProgram,
+    OtherSource,
+    PrefixCopies,
+    ShardedMemory,
+    StageTimes,
+)
 from terapipe.scheduling.footprint import peaks
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.simulator import makespan, program, simulate
@@ -38,7 +45,12 @@ from terapipe.search.choose import choose
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
 from terapipe.search.rivals import Rival, Way, estimate
-from terapipe.search.source import ClusterSource
+from terapipe.search.throughput import step_flops
+from terapipe.search.traffic import ring
+
+# Seconds of one step of a ring, which has as many as devices but one: to a device of the same host, and to the next
+# host. NCCL's own model (src/graph/tuning.cc), by which it chooses among algorithms.
+RING_STEP, RING_STEP_BETWEEN = 3.4e-6, 9.6e-6
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,7 @@ class Setup:
         seq_len: Tokens of a sequence.
         order: Of our orders, the one that equals the published schedule.
         chunks: Stages of a rank.
+        bare_ends: Whether the first stage may be the embedding alone, and the last the head alone.
         slices: A number of slices, their lengths, or ``"planned"``: those that the planner chooses.
         slice_length: Instead of ``slices``: all slices have so many tokens, and the last the rest.
         cut: Where a number of slices is cut: into ``"even"`` lengths, or into equal ``"flops"``.
@@ -65,10 +78,21 @@ class Setup:
             several.
         devices: With ``sharding``, how many devices of the cluster were used; all if left out.
         offload: With ``sharding``, whether what layers keep for their backward is on the host.
+        early_stop: Whether full recomputation is by layers and leaves out the last product of each, as torch's
+            checkpoints that are not reentrant do.
+        products_again: Share of a layer's products that the backward of a program computes again, which keeps the rest
+            (recompute light).
+        prefetch: With ``sharding``, whether the weights of a layer are gathered while the backward of another one runs,
+            and gradients are summed likewise. FSDP's ``BACKWARD_POST`` gathers weights after the backward before,
+            behind the sum of its gradients, and then a layer waits for both.
+        host_optimizer: With ``sharding``, where the optimizer is on the host: bytes of each parameter that a step reads
+            or writes in the host's memory, and bytes that are copied between it and a device.
+        host_bandwidth: With ``host_optimizer``, bytes per second of a host's memory.
         attention_kernel: The kernel of attention that the program used; that of the device if left out.
         masked: Whether the program passes a mask of its own to attention, which then computes whole rectangles.
         card: Bytes per second of a host's network card, where it is not the cluster's.
         rings: Share of that bandwidth which sums over replicas reach, where it is not the cluster's.
+        bandwidth: Bytes per second of a device's memory, where it is not the cluster's.
         overlapped: Whether ranks compute while they send, where it is not as in the cluster.
         summed: Bytes of a gradient in the sum over replicas, where they are not in float32.
         overlapped_sums: Whether gradients are summed over replicas while the last microbatch's backward runs, as
@@ -81,6 +105,8 @@ class Setup:
         staggered: Whether each rank goes on to the next step when it is done, so that a step takes as long as the
             longest span of a rank. Otherwise all ranks wait for each other.
         prefix_copies: Whether a slice's attention copies all earlier keys and values: see `PrefixCopies`.
+        attention_again: Whether backwards compute attention between queries, keys and values once more: see
+            `AttentionAgain`.
         state_bytes: Bytes of weight, gradient and optimizer of each parameter on a device, where the program does not
             keep them as ours does.
         layer_checkpoints: Whether full recomputation is by layers, as elsewhere, not by stages: see `OtherProgram`.
@@ -95,6 +121,8 @@ class Setup:
         kv_gradient_bytes: Bytes of the gradients of keys and values of a token, for each feature of queries.
         temporaries: Whether what a backward needs while it runs is counted.
         whole_layer: Bytes of all tokens, for each feature of hidden states and of queries, in a layer's backward.
+        mlp_turn: With ``sharding`` and ``saved``, bytes in the backward of an MLP: see `ShardedMemory`.
+        attention_turn: The same in the backward of attention.
         whole_device: Whether memory was read from the driver, and so includes context and NCCL.
         memory: ``"unlimited"`` if the planner may choose slices without regard to memory.
     """
@@ -108,6 +136,7 @@ class Setup:
     seq_len: int = 1
     order: str = "gpipe"
     chunks: int = 1
+    bare_ends: bool = False
     slices: int | tuple[int, ...] | str = 1
     slice_length: int | None = None
     cut: str = "even"
@@ -116,10 +145,16 @@ class Setup:
     sharding: str = ""
     devices: int | None = None
     offload: bool = False
+    early_stop: bool = False
+    products_again: float = 0.0
+    prefetch: bool = True
+    host_optimizer: tuple[float, float] = (0.0, 0.0)
+    host_bandwidth: float = 1.0
     attention_kernel: str = ""
     masked: bool = False
     card: float | None = None
     rings: float | None = None
+    bandwidth: float | None = None
     overlapped: bool | None = None
     summed: int | None = None
     overlapped_sums: bool = False
@@ -129,6 +164,7 @@ class Setup:
     batched: bool = False
     staggered: bool = False
     prefix_copies: bool = False
+    attention_again: bool = False
     state_bytes: float | None = None
     layer_checkpoints: bool = False
     saved: tuple[float, ...] = ()
@@ -141,6 +177,8 @@ class Setup:
     kv_gradient_bytes: float | None = None
     temporaries: bool = True
     whole_layer: tuple[float, ...] = (0.0, 0.0)
+    mlp_turn: tuple[float, ...] = (0.0, 0.0)
+    attention_turn: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     whole_device: bool = False
     memory: str = ""
 
@@ -192,6 +230,8 @@ class Simulation:
             host = replace(host, inter_node=replace(host.inter_node, bandwidth=setup.card))
         if setup.rings is not None:
             host = replace(host, rings=setup.rings)
+        if setup.bandwidth is not None:
+            host = replace(host, device=replace(host.device, bandwidth=setup.bandwidth))
         if setup.overlapped is not None:
             host = replace(host, overlapped=setup.overlapped)
         if setup.summed is not None:
@@ -206,12 +246,12 @@ class Simulation:
         return Cluster(cluster.name, host, cluster.hosts)
 
     @cached_property
-    def source(self) -> ClusterSource:
+    def source(self) -> OtherSource:
         """Model and cluster, as the planner takes them."""
         if self.setup.model is None:
             raise ValueError("a setup without a model has no cluster source; give model and cluster")
-        names = ("ends", "sequence_parallel", "scatter", "batched")
-        return ClusterSource(self.setup.model, self.cluster, **{name: getattr(self.setup, name) for name in names})
+        names = ("ends", "sequence_parallel", "scatter", "batched", "early_stop", "products_again")
+        return OtherSource(self.setup.model, self.cluster, **{name: getattr(self.setup, name) for name in names})
 
     @cached_property
     def evaluator(self) -> PlanEvaluator:
@@ -222,7 +262,7 @@ class Simulation:
     def _request(self) -> Request:
         s, layout = self.setup, self.setup.layout
         memory = MOST_BYTES if s.memory == "unlimited" else None
-        request = Request(s.batch_size, s.seq_len, recompute=s.recompute, memory=memory)
+        request = Request(s.batch_size, s.seq_len, recompute=s.recompute, memory=memory, bare_ends=s.bare_ends)
         return request.fixed(dp=layout.dp, pp=layout.pp, tp=layout.tp)
 
     @cached_property
@@ -236,6 +276,8 @@ class Simulation:
             return StageTimes(forward, inputs, weights, transfer, whole, per_step)
         if s.prefix_copies:
             return with_recompute(PrefixCopies.of(self.evaluator.cost, self.source, s.layout), s.recompute)
+        if s.attention_again and isinstance(self.evaluator.cost, AnalyticCost):
+            return AttentionAgain(self.evaluator.cost, self.evaluator.cost.attention)
         return self.evaluator.cost
 
     @cached_property
@@ -297,8 +339,8 @@ class Simulation:
         """Time and memory of FSDP with each sequence over a ring of devices, which is no pipeline."""
         s = self.setup
         devices = s.devices or self.source.devices
-        size, cp = max(1, s.batch_size // devices), max(1, devices // s.batch_size)
-        way = Way(dp=devices // cp, cp=cp, shards=devices, size=size, recompute="full")
+        cp = max(1, devices // s.batch_size)
+        way = Way(dp=devices // cp, cp=cp, shards=devices, size=s.microbatch, recompute=s.recompute)
         return estimate(self.source, Request(s.batch_size, s.seq_len), way, offload=s.offload)
 
     @cached_property
@@ -315,11 +357,36 @@ class Simulation:
     def step_time(self) -> float:
         """Seconds of a step."""
         if self.setup.sharding:
-            return self.estimate.step_time
+            return self.estimate.step_time + self._waits + self._host_optimizer
         specs = stage_specs(self.plan.boundaries)
         ranks = {tuple(specs[k] for k in self.plan.stages_of(rank)) for rank in range(self.plan.num_ranks)}
         seconds = self.longest_span if self.setup.staggered else self.compute_time
         return seconds + max(self.cost.per_step(rank) - self._hidden_sums(rank) for rank in ranks)
+
+    @property
+    def _waits(self) -> float:
+        """Seconds of gathers and sums over shards in backwards that the estimate hides, where the program does not."""
+        s, way, config = self.setup, self.estimate.way, self.source.config
+        if s.prefetch:
+            return 0.0
+        device, length = self.cluster.host.device, s.seq_len / way.cp
+        weights = config.layer_parameters * (way.shards - 1) / way.shards
+        hosts = -(-way.shards // self.cluster.host.devices)
+        steps = (way.shards - hosts) * RING_STEP + (hosts - 1) * RING_STEP_BETWEEN
+        moved = sum(
+            steps + ring(self.cluster, weights * each, way.shards).seconds for each in (device.element, device.summed)
+        )
+        cost = by_side(with_recompute(self.source.cost(Layout()), s.recompute))[0]
+        backward = float(cost.backward(StageSpec(1), way.size, length, (s.seq_len - length) / 2))
+        return config.layers * s.batch_size / (way.dp * way.size) * min(backward, moved)
+
+    @property
+    def _host_optimizer(self) -> float:
+        """Seconds of an optimizer on the hosts, and of what is copied for it, after the backward."""
+        (moved, copied), host, devices = self.setup.host_optimizer, self.cluster.host, self.estimate.way.devices
+        hosts = -(-devices // host.devices)
+        seconds = moved / hosts / self.setup.host_bandwidth + copied / devices / host.copies.bandwidth
+        return self.source.config.parameters * seconds
 
     def _hidden_sums(self, stages: tuple[StageSpec, ...]) -> float:
         """Seconds of a rank's sum over replicas that pass while its last microbatch's backward runs."""
@@ -346,9 +413,20 @@ class Simulation:
     def peak_bytes(self) -> float:
         """Bytes on the device that needs most."""
         if self.setup.sharding:
-            return self.estimate.peak_bytes
+            return self._sharded_peak
         others = CONTEXT + COLLECTIVES * (self.setup.layout.devices > 1) if self.setup.whole_device else 0
         return self._peak(self.plan) + others
+
+    @property
+    def _sharded_peak(self) -> float:
+        """Counted from the program's code if the setup says so, else the estimate of FSDP."""
+        s, way = self.setup, self.estimate.way
+        if not s.saved or s.state_bytes is None:
+            return self.estimate.peak_bytes
+        names = ("state_bytes", "offload", "saved", "mlp_turn", "attention_turn")
+        element = self.cluster.host.device.element
+        memory = ShardedMemory(self.source.config, element, **{name: getattr(s, name) for name in names})
+        return memory.peak(way.size * s.seq_len / way.cp, way.size * s.seq_len, way.shards)
 
     def _peak(self, plan: Plan) -> float:
         return float(max(peaks(program(plan), plan, self.memory)))
@@ -382,14 +460,25 @@ class Simulation:
         return usable_memory(self.cluster.host.device) + COLLECTIVES * (self.setup.layout.devices == 1)
 
     @property
+    def devices(self) -> int:
+        """How many devices have work."""
+        return self.estimate.way.devices if self.setup.sharding else self.setup.layout.devices
+
+    @property
     def tokens_per_second(self) -> float:
         """Throughput of all devices together."""
         return self.setup.batch_size * self.setup.seq_len / self.step_time
 
     @property
+    def flops_per_device(self) -> float:
+        """FLOPs of the model per second and device, those of recomputation not counted."""
+        flops = step_flops(self.source, self.setup.batch_size, self.setup.seq_len) or 0.0
+        return flops / self.step_time / self.devices
+
+    @property
     def samples_per_device(self) -> float:
         """Sequences per second and device."""
-        return self.setup.batch_size / self.step_time / self.setup.layout.devices
+        return self.setup.batch_size / self.step_time / self.devices
 
     @property
     def layer_time(self) -> float:
@@ -416,6 +505,8 @@ MEASURES: dict[str, Measure] = {
     "s": Measure(lambda s: s.step_time, timed=True),
     "ms": Measure(lambda s: s.step_time * 1e3, timed=True),
     "tokens/s": Measure(lambda s: s.tokens_per_second, timed=True),
+    "tokens/s per GPU": Measure(lambda s: s.tokens_per_second / s.devices, timed=True),
+    "TFLOP/s per GPU": Measure(lambda s: s.flops_per_device / 1e12, timed=True),
     "samples/s per GPU": Measure(lambda s: s.samples_per_device, timed=True),
     "s of forward and backward": Measure(lambda s: s.compute_time, timed=True),
     "ms of a layer": Measure(lambda s: s.layer_time * 1e3),

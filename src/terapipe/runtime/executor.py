@@ -1,4 +1,4 @@
-"""Performs one rank's list of actions: one method for each Op.
+"""Performs one rank's list of actions: a method for each kind. B and I share one; W in a row are one call.
 
 The list is worked out before (``ActionLists``), so the loop (``Executor._perform_all``) decides nothing. Two slices on
 the second of three stages, by an order that runs all forwards first::
@@ -13,10 +13,12 @@ messages travel. Backwards go from a sequence's last slice to its first, because
 gradients from all slices after it.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,6 @@ from terapipe.modeling.weight_grads import DeferredGrad, accumulate_deferred
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.action_lists import ActionLists, Run
 from terapipe.runtime.auxiliary import AuxiliaryLosses, Sums
-from terapipe.runtime.clock import Clock, Mark
 from terapipe.runtime.comm.channel import MessageFormat
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.loss_head import Batch, LossHead
@@ -91,6 +92,59 @@ class CachePool:
 
     def __iter__(self) -> Iterator[SliceCache]:
         return (cache for caches in self._spare.values() for cache in caches)
+
+
+Mark: TypeAlias = float | torch.cuda.Event  # a moment on a device
+
+
+class Clock:
+    """Tells when a device did what, by its own time if it is a GPU.
+
+    Marks are cheap to take. They are read after the step.
+
+    Args:
+        device: the rank's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._offset = min(_compare_clocks() for _ in range(8))[1]
+        self._anchor: tuple[torch.cuda.Event, float] | None = None  # the same moment by the device and by the host
+
+    def start(self) -> None:
+        """Before the first step the host waits for the device once, to compare their times; later only when times are
+        read, which waits anyway."""
+        if self._device.type == "cuda" and self._anchor is None:
+            self._compare()
+
+    def _compare(self) -> None:
+        event = self._event()
+        event.synchronize()
+        self._anchor = (event, time.perf_counter())
+
+    def mark(self) -> Mark:
+        """This moment on the device."""
+        return self._event() if self._device.type == "cuda" else time.perf_counter()
+
+    def read(self, marks: Sequence[Mark]) -> list[float]:
+        """Seconds since the epoch, so that ranks compare. The host waits for a GPU.
+
+        Args:
+            marks: what ``mark`` returned.
+        """
+        if self._device.type != "cuda":
+            return [self._offset + mark for mark in marks if isinstance(mark, float)]
+        assert self._anchor is not None
+        event, host = self._anchor
+        torch.cuda.synchronize(self._device)
+        times = [self._offset + host + float(event.elapsed_time(m)) / 1e3 for m in marks if not isinstance(m, float)]
+        self._compare()  # elapsed times are coarse after hours
+        return times
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 PENDING = 8  # gradients sent and not yet known to have arrived; beyond that the oldest is waited for
@@ -585,3 +639,9 @@ def _boundary(transfer: Action) -> int:
     """Outputs cross the boundary after their stage, gradients the one before; receives those of their peers."""
     after = transfer.op in (Op.SEND_F, Op.RECV_B)
     return transfer.stage if after else transfer.stage - 1
+
+
+def _compare_clocks() -> tuple[float, float]:
+    """How long looking at both clocks took, and how far apart they are: the process may lose its core in between."""
+    before, now, after = time.perf_counter(), time.time(), time.perf_counter()
+    return after - before, now - (before + after) / 2

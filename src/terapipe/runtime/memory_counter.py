@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from terapipe.modeling.offload import HostMemory
+from terapipe.modeling.quantized import is_composed, parts_of
 from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.device import FLASH
 from terapipe.planning.memory import attention_inside
@@ -115,6 +116,10 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, x: Tensor) -> None:
         if x.device.type != self._device.type:
+            return
+        if is_composed(x):
+            for part in parts_of(x):
+                self._add(part)
             return
         storage = x.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()

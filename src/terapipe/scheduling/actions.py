@@ -84,7 +84,8 @@ _BACKWARD = (
     Dependency(Op.KV_BACK),
 )
 
-# The dependency rule. Validation, simulation and execution all derive from this table. For two slices on two stages:
+# The dependency rule. Validation and simulation derive from this table; execution needs none, because a validated list
+# meets it. For two slices on two stages:
 #
 #     stage 0   F0 ---> F1          B1 ---> B0        F: after the stage before, and after the slice before
 #               |       |           ^       ^         B: after the stage after, and after the slice after

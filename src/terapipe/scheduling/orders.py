@@ -207,7 +207,8 @@ def computations(plan: Plan) -> Computations:
 
 
 def schedule(plan: Plan) -> Schedule:
-    """The Schedule of a plan by its order, with transfers. It depends on the number of slices, not on their lengths.
+    """The Schedule of a plan by its order, with transfers. It depends on the number of slices and on what is recomputed
+    or offloaded, not on lengths.
 
     Args:
         plan: The plan.
@@ -249,8 +250,9 @@ def _split_backwards(plan: Plan, rank: int, lead: int, deferred: int) -> list[Ac
     """As ``_whole_backwards``, with input and weight halves, of which ``deferred`` weight halves wait.
 
     Each weight half is done once so many input halves follow its own, right before the next forward, so that the three
-    kinds take turns. In the last microbatch all wait for the last input half and are done in a row. Rank 2 of three,
-    with a lead of 0 and one deferred half, two microbatches of three slices (numbered 0 to 2 and 3 to 5):
+    kinds take turns: before input half j comes the weight half of number ``j - 1 - deferred``. In the last microbatch
+    all wait for the last input half and are done in a row. Rank 2 of three, with a lead of 0 and one deferred half, two
+    microbatches of three slices (numbered 0 to 2 and 3 to 5):
 
         input halves      I2  I1  I0  I5  I4  I3                slices of a microbatch are last in, first out
         then weight half  .   W2  W1  .   .   W0 W5 W4 W3       one behind, up to ``turns``; the others in a row

@@ -1,7 +1,7 @@
 """Simulates a schedule: its time by a cost model instead of a clock. Its bytes are counted in footprint.py."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from math import inf
@@ -42,15 +42,16 @@ from terapipe.scheduling.validation import Shape
 Ints = NDArray[np.int64]
 
 
-def simulate(schedule: Schedule, cost: Cost) -> Timeline:
+def simulate(schedule: Schedule, cost: Cost, slowdown: Sequence[float] = ()) -> Timeline:
     """Simulates one step, without the work that is done once per step (optimizer, gradient all-reduce).
 
     Args:
         schedule: The actions of every rank.
         cost: Seconds of computations and transfers.
+        slowdown: For each rank, by how much its computations take longer than the costs say; empty: all as they say.
     """
     with _gc_disabled():
-        return _simulate(schedule, cost)
+        return _simulate(schedule, cost, slowdown)
 
 
 @contextmanager
@@ -65,11 +66,11 @@ def _gc_disabled() -> Iterator[None]:
             gc.enable()
 
 
-def _simulate(schedule: Schedule, cost: Cost) -> Timeline:
+def _simulate(schedule: Schedule, cost: Cost, slowdown: Sequence[float]) -> Timeline:
     plan = schedule.plan
     lists = [[a for a in rank if a.op in COMPUTE or a.op in COPIES] for rank in schedule.ranks]
     built = compile_program(plan, lists)
-    times, delays = _time(built, plan, cost)
+    times, delays = _time(built, plan, cost, slowdown=slowdown)
     return Timeline(plan, tuple(_events(built, times, delays, _copying(built, plan, cost))))
 
 
@@ -90,10 +91,14 @@ def makespan(plan: Plan, cost: Cost, limit: float = inf) -> tuple[float, float]:
     return span, 1.0 - busy / (span * plan.num_ranks) if span else 0.0
 
 
-def _time(program: Program, plan: Plan, cost: Cost, limit: float = inf) -> tuple[Times, list[float]]:
+def _time(
+    program: Program, plan: Plan, cost: Cost, limit: float = inf, slowdown: Sequence[float] = ()
+) -> tuple[Times, list[float]]:
     """When everything happens, and the seconds of the transfer of each computation's result."""
     delays = _delays(program, plan, cost)
     seconds, host = _durations(program, plan, cost), _host_seconds(program, plan, cost)
+    if len(slowdown):
+        seconds = (np.asarray(slowdown)[program.ranks] * seconds).tolist()
     links, copying = _link_behaviors(program, cost), _copying(program, plan, cost)
     latest = latest_starts(program, seconds, limit) if limit < inf else ()
     return run(program, seconds, delays, links, host, copying, blocking=copies_block(cost), latest=latest), delays
@@ -120,9 +125,19 @@ def _program_with_copies(shape: Shape) -> Program:
 
 def _durations(program: Program, plan: Plan, cost: Cost) -> list[float]:
     """The seconds of each computation on its device."""
-    tables = by_stage(plan, lambda spec, mode: _table(plan, spec, by_side(with_recompute(cost, mode))[0]))
-    seconds: list[float] = tables[program.indices].tolist()
+    seconds: list[float] = seconds_by_stage(plan, cost)[program.indices].tolist()
     return seconds
+
+
+def seconds_by_stage(plan: Plan, cost: Cost) -> Array:
+    """The seconds of every computation on its device, by stage, op (F, B, I, W, then copies, which take none of the
+    device's time) and slice, each slice with its mode of recomputation.
+
+    Args:
+        plan: Its stages and slices.
+        cost: Seconds of computations.
+    """
+    return by_stage(plan, lambda spec, mode: _table(plan, spec, by_side(with_recompute(cost, mode))[0]))
 
 
 def _host_seconds(program: Program, plan: Plan, cost: Cost) -> list[float] | None:

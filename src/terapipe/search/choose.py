@@ -12,17 +12,18 @@ from terapipe.planning.slices import Plan, even_lengths
 from terapipe.search.bounds import Work
 from terapipe.search.candidates import Candidate, candidates
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference
-from terapipe.search.offload import least_offload, may_offload, with_offload
+from terapipe.search.offload import least_offload, may_offload, may_offload_to_fit, with_offload
 from terapipe.search.refine import hill_climb, refine, with_few_lengths, with_less_recompute
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
+from terapipe.search.smallest import Smallest, smallest
 from terapipe.search.source import Source
 
 WORK = 60_000  # computations to simulate for each row
 TRIES = 8  # candidates of a row to count the bytes of, although they probably do not fit
 NEAR = 1.2  # times the budget: larger ones are not tried if there is a plan that fits
 OPTIMISM = 0.9  # of the formula's step time: what is hoped for before anything similar was simulated
-OFFLOADS = 12  # candidates to try with slices offloaded that do not fit without
+OFFLOAD_TRIES = 12  # candidates to try with slices offloaded that do not fit without
 ABANDON = 1.25  # times the best so far: simulations that take longer for certain are not completed
 SWEEP = 600_000  # computations to simulate of candidates that a lower bound does not rule out
 FAR = 1.15  # times the fastest row: those that begin slower are not refined if only one plan is wanted
@@ -50,8 +51,14 @@ def choose(source: Source, request: Request, progress: Progress = silent) -> Pla
         not refined, so a comparison may show them somewhat faster.
     """
     pool = candidates(source, request)
+    if not pool:
+        _refuse_orders(source, request)
+    if not (least := smallest(pool)).fits:
+        refuse_budget([least.estimate()])
     estimates = best_rows(pool, source, request, progress, far=FAR)
-    rows = _confirm([e for e in estimates if not e.name.endswith(EQUAL)]) or refuse_budget(estimates)
+    rows = _confirm([e for e in estimates if not e.name.endswith(EQUAL)]) or _confirm([_from_smallest(least)])
+    if not rows:  # it is too long to count whole, and a little larger than a part of it said
+        refuse_budget([least.estimate()])
     picked = pick(rows)
     runners_up = tuple(sorted((e for e in rows if e is not picked), key=preference))
     chosen = _without_shards(picked)
@@ -66,6 +73,16 @@ def choose(source: Source, request: Request, progress: Progress = silent) -> Pla
         )
     limited = replace(limited, name=chosen.name)
     return PlanResult(limited, runners_up, request, source, limited.step_time / chosen.step_time)
+
+
+def _from_smallest(least: Smallest) -> PlanEstimate:
+    """The row of the smallest plan, for requests that leave so little memory that the search finds nothing else."""
+    start = finished = least.estimate()
+    if not start.plan.offloads:
+        finished = finish(start)
+    elif may_offload_to_fit(least.evaluator):
+        finished = least_offload(least.evaluator, start)
+    return replace(finished if finished.fits and finished.sliced == start.sliced else start, name=_row_name(start))
 
 
 def pick(rows: Sequence[PlanEstimate]) -> PlanEstimate:
@@ -199,6 +216,8 @@ def best_rows(
         # Refinement may have merged the slices. Whole sequences have their own row.
         best = replace(best if best.sliced == row.sliced else start, name=row.name)
         best_by_title[best.title] = best
+        if best.fits:
+            limit = min(limit, far * best.step_time)
     if not best_by_title:
         _refuse_orders(source, request)
     if request.offload is None and not source.knows_host and not any(e.fits for e in best_by_title.values()):
@@ -263,9 +282,10 @@ def sweep_offload(pool: list[Candidate], best: PlanEstimate) -> PlanEstimate | N
     budget, beside = evaluator.budget, evaluator.host_budget
     if not may_offload(evaluator) or budget is None or beside is None:
         return None
-    larger = (c for c in pool if budget < c.peak < budget + beside)
+    slowest = ERROR * best.step_time if best.fits else inf  # by the formula, as in ``sweep``
+    larger = (c for c in pool if budget < c.peak < budget + beside and c.estimate <= slowest)
     promising = sorted(_bounds(larger, _limit(best)), key=lambda pair: pair[0])
-    for bound, candidate in promising[:OFFLOADS]:
+    for bound, candidate in promising[:OFFLOAD_TRIES]:
         if bound > _limit(start):
             break
         free = candidate.evaluator.evaluate(first_plan(candidate), _limit(start))
@@ -449,7 +469,7 @@ def finish(start: PlanEstimate) -> PlanEstimate:
     """Refines the slices, unless order or request fix them, and tries other ways to spread the layers: ranks of equal
     time usually are the fastest, sometimes stages of equal time, or with equally many layers."""
     evaluator = evaluator_of(start)
-    if not start.fits and start.peak_bytes > NEAR * (evaluator.budget or 0):
+    if _is_far_too_large(start):
         return _with_less_memory(evaluator, start)
     estimate = _uniform_recompute(evaluator, start)
     if start.sliced and not evaluator.request.fixed_slices:
@@ -461,6 +481,11 @@ def finish(start: PlanEstimate) -> PlanEstimate:
     return _with_less_memory(evaluator, min(start, with_less_recompute(evaluator, estimate), key=preference))
 
 
+def _is_far_too_large(start: PlanEstimate) -> bool:
+    """Whether no refinement makes it fit, so that only offload may."""
+    return not start.fits and start.peak_bytes > NEAR * (evaluator_of(start).budget or 0)
+
+
 def _with_less_memory(evaluator: PlanEvaluator, estimate: PlanEstimate) -> PlanEstimate:
     """The plan with slices offloaded, if the request wants it. Memory that is left is spent on less recomputation."""
     moved = with_offload(evaluator_of(estimate), estimate)
@@ -470,6 +495,8 @@ def _with_less_memory(evaluator: PlanEvaluator, estimate: PlanEstimate) -> PlanE
 def _refine_even(start: PlanEstimate) -> PlanEstimate:
     """The best number of equal slices."""
     evaluator = evaluator_of(start)
+    if _is_far_too_large(start):
+        return _with_less_memory(evaluator, start)
     request, plan = evaluator.request, start.plan
 
     def evaluate(count: int, limit: float) -> PlanEstimate:
@@ -504,10 +531,6 @@ def _refuse_orders(source: Source, request: Request) -> NoReturn:
     )
 
 
-class DoesNotFitError(ValueError):
-    """No plan fits into memory. Its message says what the smallest that was tried needs."""
-
-
 def refuse_budget(rows: Sequence[PlanEstimate]) -> NoReturn:
     """Says that no plan fits, and which one is the smallest.
 
@@ -516,8 +539,15 @@ def refuse_budget(rows: Sequence[PlanEstimate]) -> NoReturn:
     """
     least = min(rows, key=lambda c: c.peak_bytes)
     evaluator = evaluator_of(least)
+    if least.peak_bytes <= (evaluator.budget or 0):
+        raise ValueError(
+            f"no plan fits into {(evaluator.host_budget or 0) / 2**30:.2f} GiB of the host's memory per device: the "
+            f"smallest found needs {least.host_bytes / 2**30:.2f} GiB there ({least.layout}, order "
+            f"{least.plan.order}, recomputation {recompute_title(least.plan.recompute)}); take more devices, a smaller "
+            "batch or shorter sequences, or raise host_memory if the host has more"
+        )
     hint = "; offload='auto' keeps what slices need in the host's memory" if evaluator.request.offload == "none" else ""
-    raise DoesNotFitError(
+    raise ValueError(
         f"no plan fits into {(evaluator.budget or 0) / 2**30:.2f} GiB per device: the smallest found needs "
         f"{least.peak_bytes / 2**30:.2f} GiB ({least.layout}, order {least.plan.order}, "
         f"recomputation {recompute_title(least.plan.recompute)}); take more devices, a smaller batch or "

@@ -56,6 +56,16 @@ def may_offload(evaluator: PlanEvaluator) -> bool:
     return wish == "auto" or (wish is None and evaluator.source.knows_host)
 
 
+def may_offload_to_fit(evaluator: PlanEvaluator) -> bool:
+    """Whether slices may be offloaded where nothing fits without: unless the request says no.
+
+    Args:
+        evaluator: For its request and source.
+    """
+    wish = evaluator.request.offload
+    return wish in (None, "auto") and evaluator.budget is not None and evaluator.host_budget is not None
+
+
 def least_offload(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
     """The fastest of the plan itself and the same with other modes of recomputation, each with as few slices offloaded
     as it takes to fit; and if nothing fits so, with keys and values offloaded.
@@ -71,10 +81,11 @@ def least_offload(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate
     lighter = [mode for mode in MODES[: heaviest + 1] if mode in evaluator.request.recompute_modes and not fixed]
     plans = [*(replace(plan, recompute=mode) for mode in lighter if plan.recompute != mode), plan]
     best = start
-    for variants in _with_keys_and_values(evaluator, plans):
+    for variants in with_keys_and_values(evaluator, plans):
         for each in variants:  # the one that computes least again first: others are slower even without copies
             if not best.fits or _without_copies(evaluator, each, best.step_time) < best.step_time:
-                best = min(best, evaluator.evaluate(offload_few(evaluator, each)), key=preference)
+                own = evaluator.unless_beaten(offload_few(evaluator, each), best)
+                best = best if own is None else min(best, own, key=preference)
         if best.fits:
             break
     return best
@@ -85,7 +96,7 @@ def _without_copies(evaluator: PlanEvaluator, plan: Plan, limit: float) -> float
     return evaluator.evaluate(replace(plan, offload=False, offload_kv=False), limit).step_time
 
 
-def _with_keys_and_values(evaluator: PlanEvaluator, plans: list[Plan]) -> Iterator[list[Plan]]:
+def with_keys_and_values(evaluator: PlanEvaluator, plans: list[Plan]) -> Iterator[list[Plan]]:
     """The plans, then those with keys and values offloaded, then the same in more stages, as the request permits it.
 
     On a rank alone, keys and values of one stage never wait. With several stages, and all forwards of one before those
@@ -93,6 +104,10 @@ def _with_keys_and_values(evaluator: PlanEvaluator, plans: list[Plan]) -> Iterat
 
         stages     one of 32 layers            4 of 8 layers, forwards of one stage after the other
         on device  keys and values of 32       of 8, and of 8 on their way
+
+    Args:
+        evaluator: For request and layout.
+        plans: The same plan with several modes of recomputation, without offload.
     """
     wish = evaluator.request.offload_kv
     if not wish:
@@ -115,7 +130,8 @@ def _with_keys_and_values(evaluator: PlanEvaluator, plans: list[Plan]) -> Iterat
 def offload_few(evaluator: PlanEvaluator, plan: Plan) -> Plan:
     """The plan with as few slices offloaded on each rank as it takes to fit there; with all, if it never does.
 
-    Ranks do not share memory, so all are searched at once, by bisection.
+    Ranks do not share memory, so all are searched at once, by bisection. If one never fits, the others need not be
+    searched.
 
     Args:
         evaluator: For memory and budget.
@@ -123,6 +139,9 @@ def offload_few(evaluator: PlanEvaluator, plan: Plan) -> Plan:
     """
     keys = _movable(plan)
     low, high = [0] * plan.num_ranks, list(map(len, keys))
+    everything = _with(plan, keys, high)
+    if evaluator.budget is not None and evaluator.needs(everything).device > evaluator.budget:
+        return everything
     while any(a < b for a, b in zip(low, high, strict=True)):
         middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
         for rank, needs in enumerate(evaluator.needs_by_rank(_with(plan, keys, middle))):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator  # type: ignore[import-untyped]
-from accelerate.utils import pad_across_processes, recursively_apply  # type: ignore[import-untyped]
+from accelerate.utils import TorchDynamoPlugin, pad_across_processes, recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from terapipe.planning.layout import Layout
@@ -57,10 +57,15 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """The pipelined model stays where its pipeline put it, and nothing is wrapped around it but autocast."""
+        """The pipelined model stays where its pipeline put it, and nothing is wrapped around it but autocast: its
+        layers are compiled, if at all, when the pipeline is made."""
         own = self.pipelined is not None and model is self.pipelined.outer
-        placed = False if own else device_placement
-        return super().prepare_model(model, device_placement=placed, evaluation_mode=True)  # type: ignore[no-any-return]
+        placed, plugin = False if own else device_placement, self.state.dynamo_plugin
+        self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
+        try:
+            return super().prepare_model(model, device_placement=placed, evaluation_mode=True)  # type: ignore[no-any-return]
+        finally:
+            self.state.dynamo_plugin = plugin
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """By the norm over all stages; accelerate's would clip each stage by its own."""

@@ -26,6 +26,7 @@ from terapipe import api
 from terapipe.hf.decoder import Decoder
 from terapipe.modeling.kernel_choice import kernel_for
 from terapipe.modeling.kernels import KernelRequest
+from terapipe.modeling.quantized import bytes_of, empty_as
 from terapipe.modeling.stage import Autocast
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.hardware import Cluster
@@ -117,7 +118,7 @@ class BudgetPlanner:
         copies = memory.model_state(stage) + memory.gradients(stage).during
         for p in self.decoder.model.parameters():
             bytes_of_trained = max(p.element_size(), 4) + self._state
-            copies -= p.numel() * (p.element_size() + p.requires_grad * bytes_of_trained)
+            copies -= bytes_of(p) + p.numel() * p.requires_grad * bytes_of_trained
         return int(copies)
 
     def _plan_within(self, memory: int, rows: int, tokens: int) -> Plan:
@@ -211,7 +212,7 @@ def fake_copy(decoder: Decoder, device: torch.device) -> Decoder:
     """
     fakes: dict[int, object] = {}
     for p in decoder.model.parameters():
-        fakes[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), p.requires_grad)
+        fakes[id(p)] = nn.Parameter(empty_as(p, device), p.requires_grad)
     for b in decoder.model.buffers():
         fakes[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=device)
     twin = copy.copy(decoder)

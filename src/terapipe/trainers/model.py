@@ -34,7 +34,7 @@ from terapipe.hf.stage import DecoderStage
 from terapipe.hf.structure import is_classifier
 from terapipe.losses.sequences import classification, scores
 from terapipe.losses.tokens import token_log_probs
-from terapipe.modeling.quantized import is_quantized, scales_of
+from terapipe.modeling.quantized import is_quantized, parts_of
 from terapipe.modeling.stage import IGNORE, Autocast
 from terapipe.planning.layout import Layout
 from terapipe.planning.recompute import Recompute
@@ -49,6 +49,7 @@ from terapipe.trainers.budget import BudgetPlanner
 from terapipe.trainers.calls import Call, PipelineOutput, call_of, classify, fused_head
 from terapipe.trainers.config import PipelineConfig
 from terapipe.trainers.model_record import ModelRecord
+from terapipe.trainers.noise import EmbeddingNoise
 from terapipe.trainers.refusals import refuse_other_losses
 
 CLASSIFYING = ("labels", "margin")  # what a classifier may be called with beside its tokens; TRL passes margins
@@ -66,6 +67,8 @@ def pipelined(
     device: torch.device | str | None = None,
     mesh: DeviceMesh | None = None,
     timeout: float = 300.0,
+    compile_backend: str | None = None,
+    noise: EmbeddingNoise | None = None,
 ) -> "PipelinedModel":
     """Makes a causal LM of transformers run through a pipeline when it is called: on one device slice by slice, under
     torchrun over its ranks. ::
@@ -92,6 +95,8 @@ def pipelined(
         device: Where this process computes, by default its GPU, or else the CPU.
         mesh: What ``device_mesh`` made, if it was called before.
         timeout: The longest, in seconds, that a rank waits for another, where ``config`` does not say it.
+        compile_backend: Of ``torch.compile``, such as ``"inductor"``, which is then applied to each layer; None: not.
+        noise: Added to embeddings in training.
     """
     short = {name: value for name, value in (("slices", slices), ("memory", memory)) if value is not None}
     if config is not None and short:
@@ -125,9 +130,23 @@ def pipelined(
                 decoder, plan, loss_fn=loss_fn, mesh=mesh, shard=layout.shard, vary="replan", device=device,
                 timeout=config.timeout or timeout,
             )  # fmt: skip
+            if compile_backend is not None:
+                _compile(pipe, compile_backend, autocast)
+            if noise is not None:
+                noise.attach(pipe.stages.values())
         return Made(pipe, decoder.has_auxiliary_losses, planner)
 
     return PipelinedModel(model, inner, make, layout)
+
+
+def _compile(pipe: Pipeline, backend: str, autocast: Autocast) -> None:
+    """Compiles the layers of all stages now, on all ranks at the same time, and not one after the other in a step."""
+    from terapipe.modeling.compiling import compile_layers
+
+    for stage in pipe.stages.values():
+        compile_layers(stage, backend=backend)
+    with autocast.on():
+        pipe.warm_up()
 
 
 class Made(NamedTuple):
@@ -520,9 +539,9 @@ def agree_on_weights(model: nn.Module, device: torch.device) -> None:
 def _take_over(tensor: Tensor, device: torch.device) -> None:
     """Overwrites a tensor with that of the first process, a quantized one with its scales. By way of the device: NCCL
     sends nothing else."""
-    for part in (tensor.data, *scales_of(tensor).values()):
+    for part in (x.data for x in parts_of(tensor)):
         there = part.detach().to(device).contiguous()
-        dist.broadcast(there, 0)
+        dist.broadcast(there.flatten().view(torch.uint8), 0)  # gloo knows no float8
         part.copy_(there)
 
 

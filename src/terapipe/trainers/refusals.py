@@ -12,11 +12,13 @@ from transformers import PreTrainedModel
 
 from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.decoder import Decoder
+from terapipe.hf.quantized import quantization_of
 from terapipe.hf.refusals import find_dropouts, refuse_unfit, untrainable
 from terapipe.hf.routers import with_router_logits
 from terapipe.hf.verify.small_model import shrink_config, small_model
 from terapipe.planning.layout import Layout
 from terapipe.planning.recompute import Recompute
+from terapipe.runtime.host_optimizer import is_torchao_class
 from terapipe.trainers.config import PipelineConfig
 
 PER_LAYER = ("layerwise", "lomo")  # how the names of optimizers end that update weights as soon as a gradient is there
@@ -27,7 +29,7 @@ def refuse_arguments(trainer: Any, layout: Layout) -> None:
 
     A table of name, remedy and whether it is asked for; docs/trainers.md has the same table for users. Each is refused
     for one of three reasons: something else does it here (fsdp, deepspeed, recomputation), it changes the forward in a
-    way that slices do not see (NEFTune, Liger kernels, torch.compile), or it counts ranks of a pipeline as replicas.
+    way that cannot be verified (Liger kernels), or it counts ranks of a pipeline as replicas.
 
     Args:
         trainer: Which has read its arguments, but made no pipeline yet.
@@ -35,7 +37,8 @@ def refuse_arguments(trainer: Any, layout: Layout) -> None:
     """
     several = layout.pp * layout.tp > 1
     args = trainer.args
-    generates = hasattr(trainer, "_generate_and_score_completions") and not hasattr(trainer, "generates_on_first")
+    makes_text = hasattr(trainer, "_generate_and_score_completions")
+    generates = makes_text and not hasattr(trainer, "generates_on_first")
     if several and generates:
         raise ValueError(
             f"{type(trainer).__name__} generates text on every rank, so ranks of a pipeline would have different data; "
@@ -61,18 +64,21 @@ def refuse_arguments(trainer: Any, layout: Layout) -> None:
         "deepspeed": ("a pipeline takes its place", args.deepspeed),
         "parallelism_config": ("PipelineConfig(dp=..., pp=..., tp=...) says it", args.parallelism_config),
         "fp16": ("use bf16=True", args.fp16),
-        "torch_compile": (
-            "it would compile the whole model, whose layers slices call one by one; layers that are compiled add up no "
-            "gradients of weights in place, and gain 3 % on a CPU; leave it off", args.torch_compile
+        "torch_compile_mode": (
+            "layers are compiled one by one, in torch's default mode; others record graphs of whole steps or try "
+            "kernels for each length of slice; leave it off", args.torch_compile_mode not in (None, "default")
         ),
         "auto_find_batch_size": ("PipelineConfig(plan='auto', memory=...) fits", args.auto_find_batch_size),
         "neftune_noise_alpha": (
-            "its noise is alpha / sqrt(tokens x width), and a slice would take its own tokens for all of them; leave "
-            "it off", args.neftune_noise_alpha
+            "ranks of tensor parallel would draw different noise for the same tokens, and so would text that the "
+            "trainer generates; take tp=1 and a trainer that generates none, or leave it off",
+            args.neftune_noise_alpha is not None and (layout.tp > 1 or makes_text)
         ),
         "use_liger_kernel": (
-            "it replaces the forward of the whole model by one with a fused head and loss; here only the logits of one "
-            "slice exist anyway; leave it off", args.use_liger_kernel
+            "it replaces norms, MLPs and rotations of transformers' modules by kernels that run on GPUs only, for the "
+            "whole process, so that no small copy of the model can be compared with slices of it; and it binds them to "
+            "the modules of the model, of which stages have copies; leave it off, and take torch_compile=True, which "
+            "fuses the same operations of each layer; only one slice's logits exist anyway", args.use_liger_kernel
         ),
         "activation_offloading": ("use PipelineConfig(recompute=...)", getattr(args, "activation_offloading", None)),
     }  # fmt: skip
@@ -81,13 +87,16 @@ def refuse_arguments(trainer: Any, layout: Layout) -> None:
             raise ValueError(f"{name}={getattr(args, name)!r} does not go with a pipeline: {remedy}")
 
 
-def optimizer_of(args: Any) -> str:
+def optimizer_of(trainer: Any) -> str:
     """Whose state counts within a memory budget. Optimizers that are not named there count as AdamW, which has as much
     state as any.
 
     Args:
-        args: The trainer's ``TrainingArguments``.
+        trainer: Whose arguments name one, or which was given another.
     """
+    chosen, args = getattr(trainer, "optimizer_cls_and_kwargs", None), trainer.args
+    if is_torchao_class(chosen[0] if chosen else type(getattr(trainer, "optimizer", None))):
+        return "adamw-offload"
     optim = str(getattr(args.optim, "value", args.optim))
     if "adam" in optim and "8bit" in optim:
         return "adamw-8bit"
@@ -137,6 +146,27 @@ def refuse_recomputation(decoder: Decoder, config: PipelineConfig, args: Any) ->
             f"got {asked}={getattr(config if asked == 'recompute' else args, asked)!r}; take "
             f"{'recompute=None and ' * (asked == 'recompute')}gradient_checkpointing=False"
         )
+
+
+def refuse_compiling(decoder: Decoder, config: PipelineConfig, args: Any) -> None:
+    """Refuses ``torch_compile`` where layers are not compiled, which making a pipeline would find out later.
+
+    Args:
+        decoder: The model.
+        config: Which may say tensor parallel, or a mode of recomputation.
+        args: The trainer's ``TrainingArguments``.
+    """
+    reasons = {
+        f"{type(decoder.model).__name__} is cut through its own cache, which compiled layers would not change": (
+            decoder.backend == "cache"
+        ),
+        "quantized layers were not verified compiled": quantization_of(decoder.model) is not None,
+        "operators of compiled layers are not split over devices (tp)": config.tp > 1,
+        "recompute='light' cannot look into compiled layers": config.recompute == "light",
+    }
+    for reason, holds in reasons.items():
+        if args.torch_compile and holds:
+            raise ValueError(f"torch_compile=True does not go with this: {reason}; leave it off")
 
 
 def refuse_router_losses(trainer: Any, *, in_model: bool, is_plain: bool, replicas: int) -> None:

@@ -50,14 +50,17 @@ from terapipe.planning.layout import Layout
 from terapipe.planning.recompute import Recompute
 from terapipe.runtime.comm.environment import rank_and_size
 from terapipe.runtime.comm.mesh import DP, device_mesh
+from terapipe.runtime.host_optimizer import HostOptimizer, is_torchao_class
 from terapipe.trainers.accelerator import PipelineAccelerator
 from terapipe.trainers.calls import TESTED
 from terapipe.trainers.config import PipelineConfig
 from terapipe.trainers.model import PipelinedModel, pipelined, unpatched
+from terapipe.trainers.noise import EmbeddingNoise
 from terapipe.trainers.refusals import (
     optimizer_of,
     recompute_of,
     refuse_arguments,
+    refuse_compiling,
     refuse_recomputation,
     refuse_router_losses,
     refuse_untrainable,
@@ -119,6 +122,9 @@ class PipelineMixin:
         self._predicting = False
         super().__init__(*arguments, **named)
         refuse_arguments(self._trainer, self.layout)
+        alpha = self._trainer.neftune_noise_alpha
+        self._noise = None if alpha is None else EmbeddingNoise(alpha, lambda: self._trainer.is_in_train)
+        self._trainer.neftune_noise_alpha = None  # or it would put its own hook on the model, which slices do not call
         self._refuse_model()
 
     @property
@@ -161,12 +167,13 @@ class PipelineMixin:
             outer = cast(nn.Module, trainer.model)
             self._stop_checkpointing()
             with trainer.accelerator.autocast():  # which is how steps are to be planned
-                optimizer = self.pipeline_config.optimizer or optimizer_of(args)
+                optimizer = self.pipeline_config.optimizer or optimizer_of(trainer)
                 self.pipelined = pipelined(
                     outer, config=replace(self.pipeline_config, optimizer=optimizer),
                     batch_size=args.per_device_train_batch_size,
                     seq_len=getattr(args, "max_length", None), recompute=self._recompute,
                     device=args.device, mesh=self._mesh, timeout=self._timeout,
+                    compile_backend=self._compile_backend, noise=self._noise,
                 )  # fmt: skip
             trainer.accelerator.pipelined = self.pipelined
             self._pipeline_reference(self.pipelined)
@@ -189,8 +196,9 @@ class PipelineMixin:
             reference.forward = wrapped
         try:
             made = pipelined(
-                reference, config=config, device=trainer.args.device, mesh=self._mesh, timeout=self._timeout
-            )
+                reference, config=config, device=trainer.args.device, mesh=self._mesh, timeout=self._timeout,
+                compile_backend=self._compile_backend,
+            )  # fmt: skip
             made.planner = policy.planner
         except UnsupportedModelError:
             if wrapped is not None:
@@ -203,6 +211,12 @@ class PipelineMixin:
     def _timeout(self) -> float:
         """Seconds that a rank waits for another, if the configuration of the pipeline says nothing."""
         return float(self._trainer.args.ddp_timeout)
+
+    @property
+    def _compile_backend(self) -> str | None:
+        """What compiles layers, if ``torch_compile`` says so."""
+        args = self._trainer.args
+        return str(args.torch_compile_backend) if args.torch_compile else None
 
     @property
     def _recompute(self) -> Recompute:
@@ -218,6 +232,7 @@ class PipelineMixin:
         with unpatched(inner):
             decoder = Decoder(trainer.model)
         refuse_recomputation(decoder, self.pipeline_config, trainer.args)
+        refuse_compiling(decoder, self.pipeline_config, trainer.args)
         refuse_router_losses(
             trainer, in_model=decoder.has_auxiliary_losses, is_plain=self._is_plain(), replicas=self.layout.dp
         )
@@ -235,7 +250,19 @@ class PipelineMixin:
             model: Ignored: the pipeline takes its place.
         """
         self._stop_checkpointing()
-        return super().create_optimizer(self.make_pipeline().pipe)  # type: ignore[misc,no-any-return]
+        trainer = self._trainer
+        kind, options = trainer.optimizer_cls_and_kwargs or (None, {})
+        if is_torchao_class(kind, itself=True):  # takes gradients before they are clipped
+            trainer.optimizer_cls_and_kwargs = HostOptimizer, options
+        optimizer: Any = super().create_optimizer(self.make_pipeline().pipe)  # type: ignore[misc]
+        if is_torchao_class(type(optimizer)):  # made by the user, or of a class of theirs
+            if trainer.lr_scheduler is not None:
+                raise ValueError(
+                    "torchao's CPUOffloadOptimizer takes gradients before they are clipped, so another takes its place "
+                    "here, which a scheduler of it does not know; leave that to the trainer: optimizers=(it, None)"
+                )
+            optimizer = trainer.optimizer = HostOptimizer.adopt(optimizer)
+        return cast(torch.optim.Optimizer, optimizer)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Sequences of a step over all replicas; Trainer would count every rank.

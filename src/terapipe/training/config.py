@@ -97,10 +97,11 @@ class ModelConfig:
     lora_targets: tuple[str, ...] = key(
         ("all-linear",), "with lora_rank: which linear layers get adapters, by the ends of their names"
     )
-    quantize: Literal["", "nf4", "nf4-double", "fp4", "int8"] = key(
+    quantize: Literal["", "nf4", "nf4-double", "fp4", "int8", "torchao-int8", "torchao-float8"] = key(
         "",
-        "with lora_rank: quantize the frozen linear layers by bitsandbytes, as they are read. nf4, fp4: 4 bits; "
-        "nf4-double: their scales, too; int8: 8 bits. A folder that was saved quantized needs none",
+        "with lora_rank: quantize the frozen linear layers as they are read, by bitsandbytes or torchao. nf4, fp4: 4 "
+        "bits; nf4-double: their scales, too; int8: 8 bits, to which inputs are rounded, too; torchao-int8, "
+        "torchao-float8: weights only, in 8 bits. A folder that was saved quantized needs none",
     )
 
 
@@ -222,10 +223,11 @@ class PlanConfig(PlanOptions):
 class OptimizerConfig:
     """The optimizer."""
 
-    name: Literal["adamw", "adamw-8bit"] = key(
+    name: Literal["adamw", "adamw-8bit", "adamw-offload"] = key(
         "adamw",
         "adamw: in half precision with a float32 copy of the weights; adamw-8bit: torchao's, two bytes of state for "
-        "each weight, for float32 weights without tensor parallel or shards",
+        "each weight, for float32 weights; adamw-offload: adamw by torchao's CPUOffloadOptimizer, with its state in "
+        "the host's memory, on GPUs only. The last two not with tensor parallel or shards",
     )
     lr: float = key(3e-4, "peak learning rate")
     beta1: float = key(0.9, "decay rate of the running mean of gradients", share=True)

@@ -194,20 +194,27 @@ def _adapters(config: ModelConfig) -> dict[str, Any]:
     adapter = peft.LoraConfig(**lora, task_type="CAUSAL_LM", base_model_name_or_path=config.folder)
     if not config.quantize:
         return {"adapter": adapter, "seed": config.seed}
-    import_extra("bitsandbytes", "quantized", "model.quantize")
+    return {"adapter": adapter, "seed": config.seed, "quantization_config": _quantization(config)}
+
+
+def _quantization(config: ModelConfig) -> Any:
+    """What transformers is told by ``model.quantize``."""
     import transformers
 
+    if config.quantize.startswith("torchao"):
+        torchao: Any = import_extra("torchao.quantization", "quantized", "model.quantize")
+        kinds = {"torchao-int8": torchao.Int8WeightOnlyConfig, "torchao-float8": torchao.Float8WeightOnlyConfig}
+        return transformers.TorchAoConfig(kinds[config.quantize]())
+    import_extra("bitsandbytes", "quantized", "model.quantize")
     quantize: Any = transformers.BitsAndBytesConfig
     if config.quantize == "int8":  # without outliers, which slices would choose otherwise
-        quantization = quantize(load_in_8bit=True, llm_int8_threshold=0.0)
-    else:
-        quantization = quantize(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=config.quantize.removesuffix("-double"),
-            bnb_4bit_use_double_quant=config.quantize.endswith("-double"),
-            bnb_4bit_compute_dtype=dtype_of(config),
-        )
-    return {"adapter": adapter, "seed": config.seed, "quantization_config": quantization}
+        return quantize(load_in_8bit=True, llm_int8_threshold=0.0)
+    return quantize(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=config.quantize.removesuffix("-double"),
+        bnb_4bit_use_double_quant=config.quantize.endswith("-double"),
+        bnb_4bit_compute_dtype=dtype_of(config),
+    )
 
 
 def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:

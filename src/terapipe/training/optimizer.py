@@ -22,6 +22,7 @@ from torch.optim.adamw import adamw
 
 from terapipe.extras import import_extra
 from terapipe.modeling.weight_grads import to_local
+from terapipe.runtime import HostOptimizer
 from terapipe.training.config import LRConfig, OptimizerConfig
 
 CHUNK = 1 << 26  # maximum number of gradient values converted to float32 at a time
@@ -37,7 +38,8 @@ def make_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config:
         config: Learning rate, betas and so on.
 
     Returns:
-        torch's AdamW; `MasterAdamW` if a parameter is in half precision; torchao's if the state is to have 8 bits.
+        torch's AdamW; `MasterAdamW` if a parameter is in half precision; either by `HostOptimizer` if the state is to
+        be the host's; torchao's if it is to have 8 bits.
     """
     trained = [p for _, p in named_parameters if p.requires_grad]
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
@@ -49,13 +51,11 @@ def make_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config:
     if config.name == "adamw-8bit":
         return _make_8bit(param_groups or [{"params": []}], trained, config)
     kind = MasterAdamW if any(_wide(p) != p.dtype for p in trained) else AdamW
-    return kind(
-        param_groups or [{"params": []}],  # no parameters to train on this rank
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=_choose_fused(trained, config, dtensors=kind is AdamW),
-    )
+    options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    param_groups = param_groups or [{"params": []}]  # no parameters to train on this rank
+    if config.name == "adamw-offload":
+        return HostOptimizer(param_groups, kind, fused=None if config.fused == "off" else True, **options)
+    return kind(param_groups, fused=_choose_fused(trained, config, dtensors=kind is AdamW), **options)
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

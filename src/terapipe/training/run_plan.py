@@ -250,6 +250,8 @@ def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: in
     options = values_of(wanted, PlanOptions)
     options["recompute"] = None if config.model.recompute == "auto" else config.model.recompute
     options["tile"] = min(wanted.tile, seq_len)
+    if config.optimizer.name != "adamw":  # whose state counts if nothing is said
+        options["optimizer"] = config.optimizer.name
     return api.plan(_spec(config, model), profile, batch_size=batch_size, seq_len=seq_len, devices=ranks, **options)
 
 

@@ -90,3 +90,17 @@ def test_a_missing_extra_for_png_is_one_message_before_all_work(
     assert "in a clone of terapipe, pip install '.[png]'" in refused(
         capsys, verb, *SHAPE, "--png", str(tmp_path / "x.png")
     )
+
+
+def test_emulated_devices_run_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four processes. That every slice went through every stage is checked inside; nothing is said of its time."""
+    fixed = ["--dp", "2", "--pp", "4", "--tp", "1", "--order", "terapipe-1f1b", "--num-slices", "4"]
+    file = str(tmp_path / "plan.json")
+    answer(capsys, "plan", *SHAPE, *fixed, "--save", file)
+    data = answer(capsys, "simulate", file, "--emulate")
+    emulated = data["emulated"]
+    assert emulated["ranks"] == 4
+    assert emulated["measured"] == data["measured"]["makespan"] > 0
+    assert emulated["ratio"] == pytest.approx(emulated["measured"] / emulated["predicted"])
+    assert emulated["stretch"] >= 1
+    assert "no effect with --emulate" in refused(capsys, "simulate", file, "--emulate", "--measured", file)

@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from terapipe import Pipeline
 from terapipe.hf import Decoder, UnsupportedModelError, save_adapter
+from terapipe.modeling.quantized import is_composed
 from tests.support.hf_models import (
-    QUANTIZATIONS,
     plain_gradients,
+    quantization_config,
     quantized,
     save_base,
     stages_here,
@@ -36,10 +37,7 @@ def lora(**options: Any) -> Any:
 def read(folder: Path, kind: str = "", seed: int = 3) -> Decoder:
     options: dict[str, Any] = {"adapter": lora(), "seed": seed, "backend": "attention"}
     if kind:
-        from transformers import BitsAndBytesConfig
-
-        pytest.importorskip("bitsandbytes")
-        options["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[kind])
+        options["quantization_config"] = quantization_config(kind)
     return Decoder.from_pretrained(folder, torch.float32, **options)
 
 
@@ -47,7 +45,13 @@ def trained(pipe: Pipeline) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in pipe.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("kind", ["", "nf4", "int8", "saved nf4-double", "saved int8"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "", "nf4", "fp4", "int8", "torchao-int8", "torchao-float8",
+        "saved nf4-double", "saved int8", "saved torchao-int8", "saved torchao-float8",
+    ],
+)  # fmt: skip
 def test_what_peft_loads_is_what_was_trained(kind: str, base: Path, tmp_path: Path) -> None:
     """Gradients of the adapters are those of the plain model with the adapters that were saved. A folder that was saved
     quantized is read as it is."""
@@ -91,6 +95,17 @@ def test_a_rank_quantizes_only_its_own_part(base: Path, monkeypatch: pytest.Monk
     decoder = read(base, "nf4")
     decoder.stage(1, 2, torch.device("cpu"))
     assert len(calls) == 7
+
+
+def test_a_rank_quantizes_only_its_own_part_by_torchao(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same layers as in the whole model, whichever parameter is the last one of a stage."""
+    torchao = pytest.importorskip("torchao.quantization")
+    calls, quantize = [], torchao.quantize_
+    monkeypatch.setattr(torchao, "quantize_", lambda *a, **k: calls.append(0) or quantize(*a, **k))
+    decoder = read(base, "torchao-int8")
+    stages = [decoder.stage(1, 2, torch.device("cpu")), decoder.stage(3, 4, torch.device("cpu"))]
+    assert len(calls) == 14
+    assert [sum(map(is_composed, stage.parameters())) for stage in stages] == [7, 7]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 from terapipe.hf import Decoder
 from terapipe.planning.presets import PRESETS, GPTConfig
-from tests.support.hf_models import QUANTIZATIONS, quantized, save_base
+from tests.support.hf_models import TORCHAO, quantization_config, quantized, save_base
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 101}
 GATED = {**SIZES, "hidden_size": 64, "intermediate_size": 160, "num_key_value_heads": 2}
@@ -65,15 +65,14 @@ def test_a_large_model_is_never_made_real() -> None:
     assert shape == GPTConfig(32, 4096, 32, 8, preset.ffn, 128256, 1, tied=False)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "int8"])
+@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "int8", *TORCHAO])
 def test_frozen_layers_are_counted_before_they_are_read(kind: str, tmp_path: Path) -> None:
     """As they will be quantized: the bytes of the model on the meta device are those of the one in memory, but for
     tables of 4 bits, which are the same for all layers."""
     from peft import LoraConfig
-    from transformers import BitsAndBytesConfig
 
     adapter = LoraConfig(r=2, target_modules=["q_proj", "o_proj", "down_proj"])
-    quantization = BitsAndBytesConfig(**QUANTIZATIONS[kind])
+    quantization = quantization_config(kind)
     base = save_base(tmp_path)
     real = Decoder(quantized(base, kind), backend="attention").planning_spec().frozen
     meta = (
@@ -86,7 +85,7 @@ def test_frozen_layers_are_counted_before_they_are_read(kind: str, tmp_path: Pat
     assert real is not None
     assert meta is not None
     assert (meta.trained, meta.quantized, meta.ends_trained) == (real.trained, True, False)
-    tables = 7 * 4 * {"nf4": 16, "nf4-double": 16 + 256 + 1, "int8": 0}[kind]
+    tables = 7 * 4 * {"nf4": 16, "nf4-double": 16 + 256 + 1, "int8": 0}.get(kind, 0)
     assert meta.layer_bytes == pytest.approx(real.layer_bytes - tables, rel=0.02)
 
 

@@ -1,5 +1,6 @@
 """Linear layers of any module: gradients of weights in place and put off; outside of slices nothing is changed."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from terapipe.hf.verify.small_model import small_model
 from terapipe.modeling.linear import fuse_weight_grads
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.weight_grads import DeferredGrad, main_grad
-from tests.support.hf_models import small_config
+from tests.support.hf_models import TORCHAO, small_config
 
 LENGTHS = ((9, 1, 12, 7),)
 
@@ -181,6 +182,65 @@ def test_weights_with_products_of_their_own_are_left_alone() -> None:
     out.sum().backward()
     assert torch.allclose(out.as_subclass(Tensor), 0.5 * x @ weight.t())
     assert torch.allclose(linear.weight.grad, 0.5 * x.sum((0, 1)).expand(3, 4))  # type: ignore[arg-type]
+
+
+# Weights of torchao
+
+
+def quantized_linear(kind: str, dtype: torch.dtype) -> nn.Linear:
+    torchao = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 32, dtype=dtype)
+    linear.requires_grad_(False)
+    torchao.quantize_(linear, TORCHAO[kind](torchao))
+    return linear
+
+
+def product(linear: nn.Linear, *, fused: bool, autocast: bool) -> list[Tensor]:
+    """Output, gradient of the input, and what autograd saved that is as large as the weight. The output is changed in
+    place, as some models do."""
+    torch.manual_seed(1)
+    dtype = linear.weight.dtype
+    x, grad = torch.randn(2, 5, 64, dtype=dtype, requires_grad=True), torch.randn(2, 5, 32)
+    saved: list[Tensor] = []
+    cache = SliceCache(5)
+    cache.begin(0, 5)
+    cache.current.fuses = fused
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with cache, hooks, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = linear(x)
+        out *= 2
+    cache.begin(0, 5)
+    out.backward(grad.to(out.dtype))
+    assert x.grad is not None
+    return [out.detach(), x.grad, *(t for t in saved if t.numel() >= linear.weight.numel())]
+
+
+@pytest.mark.parametrize("kind", TORCHAO)
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "autocast"])
+def test_products_of_torchao_keep_no_weight(kind: str, mode: str) -> None:
+    """The same bits as autograd's, which keeps the weight that a product made."""
+    linear = quantized_linear(kind, torch.bfloat16 if mode == "bfloat16" else torch.float32)
+    wanted = product(linear, fused=False, autocast=mode == "autocast")
+    assert len(wanted) > 2
+    fuse_weight_grads(linear)
+    found = product(linear, fused=True, autocast=mode == "autocast")
+    assert len(found) == 2
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
+    assert type(copy.deepcopy(linear)) is nn.Linear
+
+
+def test_a_weight_of_torchao_must_not_change_before_the_backward() -> None:
+    linear, cache = quantized_linear("torchao-int8", torch.float32), SliceCache(5)
+    fuse_weight_grads(linear)
+    cache.begin(0, 5)
+    cache.current.fuses = True
+    with cache:
+        out = linear(torch.randn(2, 5, 64, requires_grad=True))
+    linear.weight.scale.mul_(2)  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"part of a quantized weight of shape .* modified by an inplace"):
+        out.sum().backward()
 
 
 # Embeddings

@@ -3,10 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from terapipe.modeling.quantized import count_weights, is_quantized, scales_of
+from terapipe.modeling.quantized import bytes_of, count_weights, empty_as, is_quantized, parts_of, scales_of
 
 
 def parameter(**attributes: Any) -> nn.Parameter:
@@ -35,3 +36,18 @@ def test_scales_of_4_bits_and_of_8() -> None:
     assert set(scales_of(parameter(SCB=torch.ones(8)))) == {"SCB"}
     assert is_quantized(double)
     assert is_quantized(parameter(SCB=torch.ones(8)))
+
+
+def test_a_weight_of_torchao_is_what_it_is_made_of() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    layer = nn.Linear(64, 32, bias=False)
+    torchao.quantize_(layer, torchao.Float8WeightOnlyConfig())
+    weight = layer.weight
+    assert is_quantized(weight)
+    assert set(scales_of(weight)) == {"qdata", "scale"}
+    assert [part.shape for part in parts_of(weight)] == [(32, 64), (32, 1)]
+    assert bytes_of(weight) == 32 * 64 + 32 * 4
+    assert count_weights(weight) == 32 * 64
+    empty = empty_as(weight, torch.device("meta"))
+    assert (type(empty), bytes_of(empty), empty.is_meta) == (type(weight), bytes_of(weight), True)
+    assert bytes_of(parameter()) == 8

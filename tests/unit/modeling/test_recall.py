@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import terapipe as tp
 from terapipe.modeling import recall
@@ -160,6 +161,25 @@ def test_an_adapters_second_product_is_computed_again() -> None:
     counted = {key for each in sliced._needs.values() for key, _ in each.spared | each.changed}
     assert id(layer.second.weight) not in counted
     assert recall.NARROW * 2 <= 4 * WIDTH
+
+
+class Checkpointed(Layer):
+    """One that computes itself again, by torch's own checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("frozen", [(), ("up",), ("down",), ("up", "down")])
+def test_a_layer_may_have_a_checkpoint_of_its_own(frozen: tuple[str, ...]) -> None:
+    """What it computes again comes after the layer's second forward. Frozen products were plain ones there, which save
+    other tensors, and torch stopped with a CheckpointError."""
+    torch.manual_seed(0)
+    stage = Layers(Checkpointed(F.gelu), Checkpointed(F.silu)).double()
+    for layer in stage.layers:
+        for name in frozen:
+            layer.get_submodule(name).requires_grad_(False)
+    same(stage)
 
 
 def test_what_cannot_be_recalled_is_refused() -> None:

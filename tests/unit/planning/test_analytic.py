@@ -129,12 +129,12 @@ def test_attention_by_kernel(kernel: str, forward: float, backward: float) -> No
     c = AnalyticCost(PRESETS["llama3-8b"], cluster, Layout())
     flops = 2 * tokens**2 * 4096
     speeds = [
-        flops / c._attention(1, tokens, 0) / 1e12,
-        2.5 * flops / c._attention(1, tokens, 0, backward=True) / 1e12,
+        flops / c.attention(1, tokens, 0) / 1e12,
+        2.5 * flops / c.attention(1, tokens, 0, backward=True) / 1e12,
     ]
     assert speeds == pytest.approx([forward, backward], rel=0.03)
     # Over 512 tokens FlashAttention-2 reaches 191 instead of 335 TFLOP/s.
-    assert c._attention(1, 512, 0) == pytest.approx(c._attention(1, tokens, 0) * (512 / tokens) ** 2 * 1.7, rel=0.1)
+    assert c.attention(1, 512, 0) == pytest.approx(c.attention(1, tokens, 0) * (512 / tokens) ** 2 * 1.7, rel=0.1)
 
 
 def test_unfused_attention_reads_and_writes_scores() -> None:
@@ -142,8 +142,8 @@ def test_unfused_attention_reads_and_writes_scores() -> None:
     cluster = Cluster("x", replace(host, device=with_attention(host.device, UNFUSED)))
     c = AnalyticCost(PRESETS["llama3-8b"], cluster, Layout())
     scores = 2 * 32 * 8192**2  # bytes, of whole rectangles
-    assert c._attention(1, 8192, 0) > 5 * scores / host.device.bandwidth
-    assert c._attention(1, 8192, 0) > 5 * cost("llama3-8b", where="dgx-h100")._attention(1, 8192, 0)
+    assert c.attention(1, 8192, 0) > 5 * scores / host.device.bandwidth
+    assert c.attention(1, 8192, 0) > 5 * cost("llama3-8b", where="dgx-h100").attention(1, 8192, 0)
 
 
 def test_attention_may_be_wider_than_the_hidden_states() -> None:
@@ -152,7 +152,7 @@ def test_attention_may_be_wider_than_the_hidden_states() -> None:
         AnalyticCost(gpt_config(f"layers=2,hidden=1024,heads={heads},head_dim=128"), Cluster("dgx-h100"), Layout())
         for heads in (16, 8)
     )
-    assert wide._attention(1, 65536, 0) == pytest.approx(2 * narrow._attention(1, 65536, 0))
+    assert wide.attention(1, 65536, 0) == pytest.approx(2 * narrow.attention(1, 65536, 0))
     assert wide.config.layer_parameters > narrow.config.layer_parameters
 
 
@@ -250,6 +250,16 @@ def test_recomputation_adds_a_forward() -> None:
     plain, again = cost(), cost(recompute="full")
     forward = plain.forward(LAYER, 1, 512, 512)
     assert again.backward(LAYER, 1, 512, 512) == pytest.approx(plain.backward(LAYER, 1, 512, 512) + forward)
+
+
+def test_recomputation_that_stops_early_leaves_out_the_last_product_and_its_sum() -> None:
+    full = cost(layout=Layout(1, 1, 8), recompute="full")
+    early, link, c = replace(full, early_stop=True), full.cluster.host.intra_node, full.config
+    product = full.flops_with_ends(2048, c.ffn_hidden // 8, c.hidden) / full.cluster.host.device.rate
+    summed = link.latency + 2 * 7 / 8 * 2048 * c.hidden * 2 / link.bandwidth
+    shorter = full.backward(LAYER, 1, 2048, 0) - early.backward(LAYER, 1, 2048, 0)
+    assert shorter == pytest.approx(product + summed)
+    assert early.forward(LAYER, 1, 2048, 0) == full.forward(LAYER, 1, 2048, 0)
 
 
 def test_ends_can_be_left_out() -> None:

@@ -17,6 +17,12 @@ def test_bytes_of_a_parameter(optimizer: str, half: float, single: float) -> Non
     assert state_bytes(optimizer, 2, master=False).device == {"adamw": 4, "adamw-8bit": 2 + 8 / 256}.get(optimizer, 0)
 
 
+def test_bytes_on_the_host() -> None:
+    """Weight, gradient and two moments; of weights in half precision, moments and another weight in float32."""
+    assert state_bytes("adamw-offload", 4, master=True).host == 16 == state_bytes("adamw-offload", 2, master=True).host
+    assert state_bytes("adamw-offload", 2, master=False).host == 8
+
+
 def planned(optimizer: str | None) -> PlanResult:
     layout = {"dp": 1, "pp": 2, "tp": 1, "order": "terapipe", "num_slices": 4, "recompute": "none"}
     return terapipe.plan(

@@ -1,10 +1,13 @@
 """What published programs do otherwise than ours: copies, and bytes that are counted here once more by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from terapipe.planning.cost import StageSpec
-from terapipe.published.programs import OtherProgram, PrefixCopies
+from terapipe.planning.presets import GPTConfig
+from terapipe.published.programs import AttentionAgain, OtherProgram, PrefixCopies, ShardedMemory
 from terapipe.published.simulation import Setup, Simulation
 
 SMALL = {"layers": 8, "hidden": 1024, "heads": 8, "vocab": 1000, "max_seq_len": 1}
@@ -32,6 +35,37 @@ def test_copies_of_the_prefix_move_the_bytes_that_are_counted_here() -> None:
     per_token = 2 * 2 * 1024 * 2 / 2 / simulation.cluster.host.device.bandwidth  # layers, K and V, width, bytes, tp
     assert forward.sum() == pytest.approx(per_token * 2 * (3 + 4))
     assert backward.sum() == pytest.approx(per_token * 3 * (2 + 3))
+
+
+def test_attention_again_adds_its_forward_to_every_backward() -> None:
+    """Scores of a causal mask that is not skipped: all rows see all keys, and the kernel writes and reads scores."""
+    simulation = Simulation(Setup.of({**PIPE, "attention_again": True, "attention_kernel": "unfused"}))
+    again, plain = simulation.cost, simulation.evaluator.cost
+    assert isinstance(again, AttentionAgain)
+    stage, device = StageSpec(3), simulation.cluster.host.device
+    added = again.backward(stage, 2, 4096, 0) - plain.backward(stage, 2, 4096, 0)
+    speed, pairs = device.attention_speed, 2 * 4096 * (4096 + 160)
+    each = 4 * 1024 / 2 / (device.peak * speed.forward) + speed.scores * 8 / 2 * 2 / device.bandwidth
+    assert added == pytest.approx(3 * pairs * each)
+    assert again.forward(stage, 2, 4096, 0) == plain.forward(stage, 2, 4096, 0)
+    assert again.weights(stage, 2, 4096) == plain.weights(stage, 2, 4096)
+
+
+def test_the_peak_of_sharded_weights_is_counted_by_hand() -> None:
+    """One layer of hidden states of 8, one head of 8 for queries and one for keys and values, an MLP of 32; 100 tokens
+    on each of two devices."""
+    config = GPTConfig(layers=1, hidden=8, heads=1, ffn=32, vocab=10, max_seq_len=1, tied=False)
+    turns = {"saved": (16.0, 12.0, 5.0, 4.0), "mlp_turn": (2.0, 3.0), "attention_turn": (10.0, 24.0, 22.0, 2.0)}
+    memory = ShardedMemory(config, 2, 16.0, True, **turns)
+    state = config.parameters * 16 / 2
+    ends, layer = (2 * 80 + 8 + 16) * 2 + 80 * 2, 4 * config.layer_parameters * 2
+    mlp = 100 * ((16 + 2) * 8 + 12 * 8 + 5 * 16 + (4 + 3) * 32)
+    attention = 100 * (10 * 8 + 24 * 8 + 22 * 16) + 200 * 2 * 16
+    assert attention > mlp
+    assert memory.peak(100, 200, 2) == state + ends + layer + attention
+    no_ring = replace(memory, attention_turn=(10.0, 24.0, 5.0, 0.0))
+    assert no_ring.peak(100, 200, 2) == state + ends + layer + mlp
+    assert replace(memory, offload=False).peak(100, 200, 2) == memory.peak(100, 200, 2) + 100 * 8 * 2
 
 
 def test_state_as_another_program_keeps_it() -> None:

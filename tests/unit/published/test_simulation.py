@@ -96,3 +96,61 @@ def test_an_unknown_key_is_refused() -> None:
         Setup.of({"microbatches": 3})
     with pytest.raises(ValueError, match="give model and cluster"):
         Simulation(TIMED).source  # noqa: B018
+
+
+SHARDED = {"model": SMALL, "cluster": "dgx-h100:2", "sharding": "ring", "batch_size": 64, "microbatch": 2}
+SHARDED["seq_len"] = 2048
+
+
+def test_a_sharded_program_that_prefetches_late_waits_for_weights_and_sums() -> None:
+    """Two microbatches of 8 layers on 16 devices of two hosts: each waits for 15 sixteenths of a layer, gathered in
+    half precision and summed in float32, behind 15 steps of which one is between hosts."""
+    early, late = (Simulation(Setup.of({**SHARDED, "prefetch": each})) for each in (True, False))
+    count = early.source.config.layer_parameters * 15 / 16
+    host = early.cluster.host
+    moved = sum(host.inter_node.seconds(count * each / host.rings) for each in (2, 4))
+    waits = 2 * 8 * (moved + 2 * (14 * 3.4e-6 + 9.6e-6))
+    assert late.step_time - early.step_time == pytest.approx(waits)
+    assert early.tokens_per_second == pytest.approx(64 * 2048 / early.step_time)
+    assert MEASURES["tokens/s per GPU"].of(early) == pytest.approx(early.tokens_per_second / 16)
+
+
+def test_checkpoints_that_stop_early_leave_out_the_last_product() -> None:
+    full, early = (Simulation(Setup.of({**SHARDED, "recompute": "full", "early_stop": each})) for each in (False, True))
+    tokens, device = 2 * 2 * 2048, full.cluster.host.device
+    last = 8 * tokens * 2 * 4096 * 1024 / device.rate
+    assert full.step_time - early.step_time == pytest.approx(last, rel=0.2)  # and the ends of its loops
+
+
+def test_products_that_light_checkpoints_compute_again() -> None:
+    light, again = (
+        Simulation(Setup.of({**SHARDED, "recompute": "light", "products_again": each})) for each in (0.0, 0.5)
+    )
+    tokens, device = 2 * 2 * 2048, light.cluster.host.device
+    half = 8 * tokens * 12 * 1024**2 / device.rate
+    assert again.step_time - light.step_time == pytest.approx(half, rel=0.2)
+
+
+def test_an_optimizer_on_the_host_takes_what_its_memory_and_copies_take() -> None:
+    """Two hosts share its bytes, sixteen devices the copies."""
+    here, there = (
+        Simulation(Setup.of({**SHARDED, "host_optimizer": each, "host_bandwidth": 4e11})) for each in ([0, 0], [44, 8])
+    )
+    seconds = 44 / 2 / 4e11 + 8 / 16 / here.cluster.host.copies.bandwidth
+    assert there.step_time - here.step_time == pytest.approx(here.source.config.parameters * seconds)
+
+
+def test_bandwidth_and_bare_ends_are_those_of_the_setup() -> None:
+    slow = Simulation(Setup.of({**PIPE, "bandwidth": 1e12}))
+    assert slow.cluster.host.device.bandwidth == 1e12
+    bare = Simulation(Setup.of({**PIPE, "layout": [1, 5, 1], "bare_ends": True, "order": "interleaved", "chunks": 2}))
+    assert len(bare.plan.boundaries) == 11
+    with pytest.raises(ValueError, match="every stage needs at least one layer"):
+        _ = Simulation(replace(bare.setup, bare_ends=False)).plan
+
+
+def test_flops_of_the_model_per_device() -> None:
+    simulation = Simulation(Setup.of({**PIPE, "layout": [1, 4, 2]}))
+    config = simulation.source.config
+    flops = 3 * 4 * (8 * config.layer_flops(4096) + config.head_flops(4096))
+    assert MEASURES["TFLOP/s per GPU"].of(simulation) == pytest.approx(flops / simulation.step_time / 8 / 1e12)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from terapipe import Layout, Pipeline, Plan
 from terapipe.hf.decoder import Decoder
 from terapipe.hf.verify.small_model import small_model
-from terapipe.modeling.quantized import scales_of
+from terapipe.modeling.quantized import parts_of, scales_of
 from terapipe.runtime.checkpoint.manifest import damage
 from terapipe.runtime.checkpoint.reader import FROZEN, Reader
 from tests.support.hf_models import quantized, save_base, small_config
@@ -64,7 +64,8 @@ def state(pipe: Pipeline) -> dict[str, Tensor]:
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    return all(torch.equal(x, wanted[name]) for name, x in found.items())
+    pairs = ((a, b) for name, x in found.items() for a, b in zip(parts_of(x), parts_of(wanted[name]), strict=True))
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def saved_names(folder: Path) -> set[str]:
@@ -221,7 +222,7 @@ def test_any_layout(ranks: Callable[[int], Ranks], base: Path, tmp_path: Path, k
     assert all(same(share, state(pipe)) for share in shares)
 
 
-@pytest.mark.parametrize("kind", ["nf4-double", "int8"])
+@pytest.mark.parametrize("kind", ["nf4-double", "int8", "torchao-float8"])
 def test_a_quantized_base(kind: str, tmp_path: Path) -> None:
     """Its whole numbers are left out with their scales, and other scales are another base."""
     folder = save_base(tmp_path / "base")
@@ -231,8 +232,9 @@ def test_a_quantized_base(kind: str, tmp_path: Path) -> None:
     pipe.save(tmp_path / "whole", optimizer, frozen=True)
     assert all("lora_" in name for name in saved_names(tmp_path / "small"))
     weight = "model.layers.0.self_attn.q_proj.base_layer.weight"
-    scale = {"nf4-double": "nested_absmax", "int8": "SCB"}[kind]
-    assert {weight, f"{weight}.{scale}"} <= saved_names(tmp_path / "whole")
+    scale = {"nf4-double": "nested_absmax", "int8": "SCB", "torchao-float8": "scale"}[kind]
+    numbers = f"{weight}.qdata" if kind.startswith("torchao") else weight
+    assert {numbers, f"{weight}.{scale}"} <= saved_names(tmp_path / "whole")
     wanted, loss = state(pipe), step(pipe, optimizer)
     for checkpoint in ("small", "whole"):
         pipe, optimizer = pipeline(quantized(folder, kind))

@@ -41,7 +41,8 @@ def as_under_torchrun() -> Iterator[None]:
     finally:
         for kind in (AcceleratorState, GradientState, PartialState):
             kind._shared_state.clear()
-        for name in (*names, "ACCELERATE_USE_CPU", "MASTER_PORT"):
+        dynamo = [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO_")]  # of TrainingArguments
+        for name in (*names, *dynamo, "ACCELERATE_USE_CPU", "MASTER_PORT"):
             os.environ.pop(name, None)
         os.environ |= {name: before[name] for name in names if name in before}
 

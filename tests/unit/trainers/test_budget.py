@@ -85,3 +85,20 @@ def test_a_budget_is_for_one_device_and_one_place() -> None:
         pipelined(model(), memory="1GiB", config=config)
     with pytest.raises(ValueError, match="offload say what to plan for; they need plan='auto', or on one device"):
         PipelineConfig(offload="auto")
+
+
+def test_weights_of_torchao_are_counted_by_their_bytes() -> None:
+    """In a budget that is less than what the weights would take without quantization."""
+    peft, torchao = pytest.importorskip("peft"), pytest.importorskip("torchao.quantization")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, vocab_size=512,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    whole = AutoModelForCausalLM.from_config(config)
+    budget = sum(p.nbytes for p in whole.parameters())
+    torchao.quantize_(whole.model, torchao.Int8WeightOnlyConfig())
+    adapted = peft.get_peft_model(whole, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    owner = pipelined(adapted, memory=budget)
+    assert 0.4 * budget < counted(owner, adapted, ids()) <= budget

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,8 +75,6 @@ class _Arguments:
 
 
 def test_quantized_states_want_whole_parameters() -> None:
-    from types import SimpleNamespace
-
     from terapipe.planning.layout import Layout
 
     trainer = SimpleNamespace(args=_Arguments("adamw_8bit"))
@@ -88,4 +87,4 @@ def test_quantized_states_want_whole_parameters() -> None:
     [("paged_adamw_8bit", "adamw-8bit"), ("adamw_torch_fused", "adamw"), ("sgd", "sgd"), ("adafactor", "adamw")],
 )
 def test_states_that_count_within_a_budget(optim: str, name: str) -> None:
-    assert optimizer_of(_Arguments(optim)) == name
+    assert optimizer_of(SimpleNamespace(args=_Arguments(optim))) == name

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from terapipe import Profile, api
 from terapipe.runtime.checkpoint.reader import Reader
+from tests.support.hf_models import quantization_config
 from tests.support.ranks import Ranks
 from tests.unit.trainers import runs
 from tests.unit.trainers.runs import Run, causal, tuned
@@ -167,8 +168,8 @@ def with_virtual_tokens() -> Any:
     ("changes", "reason"),
     [
         ({"fp16": True}, "use bf16=True"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-        ({"torch_compile": True}, "torch_compile"),
+        ({"torch_compile_mode": "reduce-overhead"}, "torch_compile_mode='reduce-overhead' .*one by one"),
+        ({"use_liger_kernel": True}, "use_liger_kernel=True .*take torch_compile=True"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"optim": "galore_adamw_layerwise"}, "optim=.*in the middle of a backward"),
         ({"optim": "lomo"}, "optim=.*in the middle of a backward"),
@@ -227,29 +228,30 @@ def test_evaluation_before_training_with_checkpointing(tmp_path: Path) -> None:
     check(causal(str(tmp_path / "own"), {"slices": 5}, **changes), causal(str(tmp_path / "plain"), None, **changes))
 
 
-def on_quantized(folder: Path) -> Any:
-    """Adapters on a base in NF4, which on another rank than the first is another one."""
+def on_quantized(folder: Path, kind: str) -> Any:
+    """Adapters on a quantized base, which on another rank than the first is another one."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM
 
     from terapipe.hf.quantized import keep_unpacked
 
     place = folder / str(dist.get_rank() if dist.is_initialized() else 0)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    quantization = quantization_config(kind)
     base = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, quantization_config=quantization)
     keep_unpacked(base)  # the plain trainer's evaluation would end its gradients on some processors
     torch.manual_seed(6)
     return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
 
 
-def test_lora_on_a_quantized_base(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
+@pytest.mark.parametrize("kind", ["nf4", "torchao-float8"])
+def test_lora_on_a_quantized_base(kind: str, tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     """Ranks that quantized other weights take those of the first, with their scales."""
     pytest.importorskip("bitsandbytes")
     for rank in range(2):
         base = runs.model(torch.float32)
         base.model.layers[0].mlp.up_proj.weight.data.mul_(1 + rank)  # the same whole numbers, other scales
         base.save_pretrained(tmp_path / str(rank))
-    model = partial(on_quantized, tmp_path)
+    model = partial(on_quantized, tmp_path, kind=kind)
     wanted = causal(str(tmp_path / "plain"), None, model=model)
     names = [name for name in wanted.weights if "lora_" in name]
     for found in ranks(2)(partial(causal, model=model), str(tmp_path / "two"), {"slices": 5}):

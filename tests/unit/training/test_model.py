@@ -153,19 +153,22 @@ def test_a_vocabulary_is_refused_not_replaced(ranks: Callable[[int], Ranks], tmp
         ranks(1)(train, short_run(tmp_path, f"{PRESET},max_seq_len=8"))
 
 
-def test_adapters_on_a_quantized_model_are_trained_and_exported(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["nf4", "torchao-int8"])
+def test_adapters_on_a_quantized_model_are_trained_and_exported(
+    kind: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
     """Two stages, each of which quantizes its own layers; peft loads what was exported."""
     peft = pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     base, folder = save_base(tmp_path / "base", vocab_size=300), tmp_path / "adapter"
     config = told(
-        tmp_path, f"model.folder={base}", "model.lora_rank=2", "model.quantize=nf4", "data.tokenizer=bytes",
+        tmp_path, f"model.folder={base}", "model.lora_rank=2", f"model.quantize={kind}", "data.tokenizer=bytes",
         "plan.pp=2", "plan.num_slices=3", f"checkpoints.export={folder}",
     )  # fmt: skip
     ranks(2)(train, config)
     assert len(losses(config.folder)) == 4
     assert losses(config.folder)[-1] < losses(config.folder)[0]
-    model = peft.PeftModel.from_pretrained(quantized(base, lora=False), folder)
+    model = peft.PeftModel.from_pretrained(quantized(base, kind, lora=False), folder)
     trained = [p for name, p in model.named_parameters() if "lora_B" in name]
     assert len(trained) == 4 * 7
     assert all(p.any() for p in trained)

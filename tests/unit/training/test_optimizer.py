@@ -68,6 +68,12 @@ def test_nothing_to_train_is_no_error() -> None:
     assert not made.state
 
 
+def test_state_on_the_host_of_a_cpu_is_refused() -> None:
+    """tests/gpu/test_host_optimizer.py has what it computes on a GPU."""
+    with pytest.raises(ValueError, match=r"got some on cpu, .*take AdamW itself \(optimizer.name = 'adamw'\)"):
+        make_optimizer(model().named_parameters(), replace(CONFIG, name="adamw-offload"))
+
+
 def test_the_learning_rate_is_that_of_all_groups() -> None:
     made = make_optimizer(model().named_parameters(), CONFIG)
     assert {group["lr"] for group in made.param_groups} == {1e-4}

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel
 
 from terapipe.hf.backends import UnsupportedModelError
-from terapipe.hf.quantized import quantized_layers
+from terapipe.hf.quantized import bitsandbytes_layers, torchao_layers
 from terapipe.hf.structure import (
     ModelStructure,
     PassThrough,
@@ -308,8 +308,10 @@ class _Probe:
         module = self._model.get_submodule(change.name)
         if _computes_in_half(module):
             module = copy.deepcopy(module).float()  # half precision would hide small errors
-            for layer in quantized_layers(module):
+            for layer in bitsandbytes_layers(module):
                 layer.compute_dtype = torch.float32
+            for layer in list(torchao_layers(module)):  # which no cast reaches
+                layer.weight = nn.Parameter(layer.weight.dequantize().float(), requires_grad=False)
         try:
             if change.is_replaced:
                 return _not_local(lambda cut: module(*cut[0], **cut[1]), call[:2], list(module.parameters()))
@@ -324,7 +326,7 @@ class _Probe:
 def _computes_in_half(module: nn.Module) -> bool:
     """Whether weights are in half precision, or a quantized layer rounds its input to it."""
     of_weights = (p.dtype for p in module.parameters() if p.is_floating_point())
-    of_layers = (getattr(layer, "compute_dtype", None) for layer in quantized_layers(module))
+    of_layers = (getattr(layer, "compute_dtype", None) for layer in bitsandbytes_layers(module))
     return any(dtype not in BOUNDS for dtype in of_weights) or any(dtype in HALF for dtype in of_layers)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from terapipe.modeling.quantized import scales_of
+from terapipe.modeling.quantized import parts_of
 from terapipe.modeling.stage import WeightSource
 from terapipe.modeling.weight_grads import to_local
 from terapipe.runtime.comm.mesh import ALL
@@ -124,7 +124,7 @@ def digest_of(tensor: Tensor) -> str:
     """Returns shape, dtype and a checksum of a tensor. Of all its bits, not of a sample: in an embedding that was made
     larger, only a few new rows may differ. Of a quantized weight, with the bits of its scales."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in (tensor, *scales_of(tensor).values()):
+    for part in parts_of(tensor):
         digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return f"{tuple(tensor.shape)} {tensor.dtype} {digest.hexdigest()}"
 
@@ -137,7 +137,7 @@ def local_sums(weights: Mapping[str, Tensor]) -> dict[str, int]:
     host waits for the device once, for all of them together."""
     if not weights:
         return {}
-    sums = [torch.stack([_bit_sum(part) for part in (x, *scales_of(x).values())]).sum() for x in weights.values()]
+    sums = [torch.stack([_bit_sum(part) for part in parts_of(x)]).sum() for x in weights.values()]
     return dict(zip(weights, torch.stack(sums).tolist(), strict=True))
 
 

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from terapipe.files import sibling
-from terapipe.modeling.quantized import scales_of
+from terapipe.modeling.quantized import is_composed, scales_of
 from terapipe.modeling.weight_grads import to_local
 from terapipe.runtime.checkpoint import manifest
 from terapipe.runtime.checkpoint.frozen import Digests, FrozenBase
@@ -257,6 +257,7 @@ class Checkpoint:
         moments = {} if self._optimizer_state is None else self._optimizer_state.tensors()
         scales = {f"{name}.{scale}" for name in left_out for scale in scales_of(self._tensors.get(name))}
         weights = {name: x for name, x in self._tensors.items() if name not in left_out and name not in scales}
+        weights = {name: x for name, x in weights.items() if not is_composed(x)}  # what it is made of is saved
         parts = {"model": weights, PART: moments, "extra": extra}
         return {part: {name: x.detach() for name, x in tensors.items()} for part, tensors in parts.items() if tensors}
 

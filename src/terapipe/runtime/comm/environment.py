@@ -50,6 +50,20 @@ def job() -> str:
     return "" if name == "none" else name
 
 
+def become_rank(rank: int, size: int, address: str, port: int) -> None:
+    """Makes this process one of those that a launcher of one host started, as torchrun does by the same variables.
+
+    Args:
+        rank: of this process.
+        size: how many there are, all on this host.
+        address: where the launcher's store listens.
+        port: likewise.
+    """
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ |= {name: str(number) for name, number in numbers.items()}
+    os.environ |= {"MASTER_ADDR": address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
 def under_torchrun() -> bool:
     return "RANK" in os.environ and "MASTER_ADDR" in os.environ
 

@@ -2,7 +2,7 @@
 
 A rank that cannot go on posts a report on a board that all ranks can read, then cuts its connections. Whoever waits for
 it is woken at once, reads the board, and raises what it says: the error of the rank that failed, or else the name of
-the rank that others waited for and that has posted nothing::
+the rank that others waited for and that has posted nothing. The rank that failed raises its own error::
 
       rank 0                    rank 1                       rank 2
         |                         |                            |
@@ -89,6 +89,14 @@ class FailureReport:
 class Board:
     """The reports of all ranks, in the store through which the processes met.
 
+    They are numbered as they come, so that a look costs one question however many ranks there are. All of them look
+    again and again, and one process answers: asked for each rank by name, that would be 4032 questions for 64 ranks::
+
+        reports    3                     how many there are
+        report1    rank 17: ...          each is read once
+        report2    rank 16: ...
+        report3    rank 18: ...
+
     Args:
         store: of the job, None where this process is alone.
         hosts: the host of every rank.
@@ -96,31 +104,45 @@ class Board:
 
     def __init__(self, store: Store | None, hosts: Mapping[int, str]) -> None:
         self._store, self._hosts = store, hosts
+        self._seen, self._unread = 0, set[int]()  # numbers that were taken; those whose report was not there yet
+        self._reports: dict[int, FailureReport] = {}  # by rank
 
     def _name(self, rank: int) -> str:
         return rank_name(rank, self._hosts)
 
     def post(self, report: FailureReport) -> None:
+        """Adds a report to those that all ranks can read.
+
+        Args:
+            report: of this rank.
+        """
         if self._store is None:
             return
         try:
             self._store.set_timeout(timedelta(seconds=GRACE))  # it may be on a host that is cut off
-            self._store.set(f"rank{report.rank}", json.dumps(asdict(report)))
+            number = self._store.add("reports", 1)
+            self._store.set(f"report{number}", json.dumps(asdict(report)))
         except RuntimeError:  # the store went down with the rank that hosted it; the others will see that rank gone
             self._store = None
 
-    def read(self, rank: int) -> FailureReport | None:
-        """The report of this rank, None if it has posted none."""
-        if self._store is None:
-            return None
-        try:
-            if not self._store.check([f"rank{rank}"]):
-                return None
-            report = json.loads(self._store.get(f"rank{rank}"))
-            return FailureReport(**dict(report, peers=tuple(report["peers"])))
-        except RuntimeError:
-            self._store = None
-            return None
+    def read(self) -> list[FailureReport]:
+        """All reports so far, of any rank."""
+        if self._store is not None:
+            try:
+                self._read_new(self._store)
+            except RuntimeError:
+                self._store = None
+        return list(self._reports.values())
+
+    def _read_new(self, store: Store) -> None:
+        count = store.add("reports", 0)
+        self._unread |= set(range(self._seen + 1, count + 1))
+        self._seen = count
+        for number in sorted(self._unread):
+            if store.check([f"report{number}"]):  # who took the number may not have written yet, or have died
+                report = json.loads(store.get(f"report{number}"))
+                self._reports[report["rank"]] = FailureReport(**dict(report, peers=tuple(report["peers"])))
+                self._unread.discard(number)
 
     def explain(self, mine: FailureReport, grace: float = GRACE) -> str:
         """Returns one message about all that has been posted, the same on every rank that had time to post.
@@ -138,8 +160,8 @@ class Board:
         """
         start = time.monotonic()
         while True:
-            others = (self.read(rank) for rank in self._hosts if rank != mine.rank)
-            reports = sorted([mine, *filter(None, others)], key=lambda report: report.rank)
+            others = [report for report in self.read() if report.rank != mine.rank]
+            reports = sorted([mine, *others], key=lambda report: report.rank)
             suspects = {peer for report in reports for peer in report.peers} - {report.rank for report in reports}
             # Of several suspects, some may only be slow to tell what they wait for themselves; and so may the other
             # end of a transfer that has failed.

@@ -1,0 +1,3 @@
+from benchmarks.emulated.measure import main
+
+main()
