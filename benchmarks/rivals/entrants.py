@@ -46,7 +46,7 @@ BY_SEQUENCES = {
     16: (OURS[0], DEEPSPEED, SHARDED[1]),
 }
 LONG = (OURS[0], TORCH, DEEPSPEED, *ULYSSES, TENSOR)  # one sequence of 8192
-# By the number of sequences; four take part over the slower links.
+# By the number of sequences; four of them over the slower links only.
 OVER_A_LINK = {1: (*OURS, TORCH, DEEPSPEED, *ULYSSES, TENSOR), 4: (*OURS, DEEPSPEED, ULYSSES[1], SHARDED[0])}
 
 HEADER = (
