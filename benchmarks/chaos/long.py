@@ -51,7 +51,7 @@ LAYOUTS = {
     "terapipe-v": ("plan.pp=2", "plan.order=terapipe-v", "plan.chunks=2", "plan.num_slices=6"),
     "interleaved": ("plan.pp=2", "plan.order=interleaved", "plan.chunks=3", "plan.num_slices=2"),
     "replicas": ("plan.pp=1", "plan.dp=2", "plan.num_slices=2"),
-    "recomputed": ("plan.pp=2", "plan.recompute=full", "plan.num_slices=4"),
+    "recomputed": ("plan.pp=2", "model.recompute=full", "plan.num_slices=4"),
 }
 
 
@@ -276,7 +276,9 @@ def stop(run: FaultyRun, number: int, layout: tuple[str, ...], dice: random.Rand
     """SIGSTOP for a rank, which never goes on. A single rank would wait for ever, so there are several."""
     layout = layout if "plan.pp=1" not in layout else LAYOUTS["terapipe"]
     start = Start(run, number, *layout)
-    ready = start.wait_for(lambda: "went on from" in start.said() or run.reached() > 0) and _moment(start, dice)
+    resumes = bool(run.in_place())
+    trains = start.wait_for(lambda: "went on from" in start.said() if resumes else run.reached() > 0)
+    ready = trains and _moment(start, dice)
     fault = _strike(start, dice, signal.SIGSTOP) if ready else Fault("", "")
     return fault, start, start.end()
 
