@@ -201,7 +201,7 @@ class EmulatedModel(PipelineModel):
         raise ValueError("a stage of an emulated model depends on its plan; call make_stage(plan, k, device)")
 
     def draw_factor(self) -> float:
-        """By how much the next computation takes longer than the costs say."""
+        """Draws by how much the next computation takes longer than the costs say."""
         jitter = self._emulation.jitter
         return self._factor * (max(0.0, self._random.gauss(1.0, jitter)) if jitter else 1.0)
 
@@ -247,7 +247,7 @@ class EmulatedStage(Stage):
         return torch.ones(*x.shape, 1) if self._is_first else x + 1.0
 
     def seconds_of(self, x: Tensor, cache: SliceCache) -> Seconds:
-        """Those of the current slice."""
+        """Returns the seconds of the current slice."""
         place = x.shape[0], cache.context, cache.length
         if place not in self._seconds:
             raise ValueError(

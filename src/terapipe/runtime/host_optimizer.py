@@ -216,7 +216,7 @@ def is_torchao_class(kind: Any, *, itself: bool = False) -> bool:
 
 
 def _refuse(parameters: list[Tensor]) -> None:
-    """What torchao would assert, or get wrong, is refused with what to do."""
+    """Refuses what torchao would assert, or get wrong, and says what to do."""
     trained = [p for p in parameters if p.requires_grad]
     if any(isinstance(p, DTensor) for p in trained):
         raise ValueError(
