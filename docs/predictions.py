@@ -65,12 +65,14 @@ def in_order(tables: list[Table]) -> list[Table]:
 
 
 def page(tables: list[Table], text: str) -> str:
-    """The page with the numbers of these tables. Others keep theirs."""
+    """The page with the numbers of these tables. Others keep theirs, and so does the table of blind figures, which are
+    those of one day."""
+    start, summaries, rest = re.split("(<!-- summary -->.*<!-- end of summary -->)", text, flags=re.DOTALL)
     for table in tables:
-        text = between(text, table.name, section(table))
         row = f"| {' | '.join(summary(table))} |"
-        text = re.sub(rf"^\| {table.name} \|.*$", lambda _, row=row: row, text, flags=re.MULTILINE)  # type: ignore[misc]
-    return text
+        summaries = re.sub(rf"^\| {table.name} \|.*$", lambda _, row=row: row, summaries, flags=re.MULTILINE)  # type: ignore[misc]
+        rest = between(rest, table.name, section(table))
+    return start + summaries + rest
 
 
 def skeleton() -> Iterator[str]:
