@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from benchmarks.harness import Contender, arguments, best, pin, race, report, table
+from benchmarks.harness import Contender, arguments, best, pin, race, summary, table
 from benchmarks.one_device import trainers
 from terapipe import Pipeline, Plan
 from terapipe.hf import Decoder
@@ -25,6 +26,7 @@ LAYERS = 8
 SMALL, LARGE = 8192, 32_000  # vocabularies
 LIMIT = 4 << 30  # bytes of the process with the longest sequence
 SLICE = 512  # tokens of its slices
+LIGHT = 8  # slices of the steps with light recomputation and with none
 
 
 class Way(NamedTuple):
@@ -79,30 +81,45 @@ def main() -> None:
     if sys.argv[1:2] == ["--trainer"]:
         trainers.child(*json.loads(sys.argv[2]))
         return
-    quick = arguments(__doc__ or "").quick
+    chosen = arguments(__doc__ or "", parts=PARTS)
+    parts = chosen.part or [part for part in PARTS if not (chosen.quick and part == "longest")]
     pin(1)
+    figures: dict[str, float] = {}
+    for part in parts:
+        figures |= PARTS[part](chosen.quick)
+    summary(figures)
+
+
+def steps(quick: bool) -> dict[str, float]:
+    """Time and memory of a step, by tokens, vocabulary and way."""
     figures: dict[str, float] = {}
     rows: list[list[object]] = []
     for tokens, vocab, rounds, ways in settings(quick):
-        steps = {str(way): step_of(way, tokens, vocab)[0] for way in ways} if rounds else {}
-        times = best(race(steps, rounds))
-        found = {str(way): in_process(way, tokens, vocab) for way in ways}
-        seconds = {name: times.get(name, one["seconds"]) for name, one in found.items()}
-        base, held = seconds[str(CHECKPOINTING)], found[str(CHECKPOINTING)]
+        contenders = {str(way): step_of(way, tokens, vocab)[0] for way in ways} if rounds else {}
+        times = best(race(contenders, rounds))
+        alone = {str(way): in_process(way, tokens, vocab) for way in ways}
+        seconds = {name: times.get(name, one["seconds"]) for name, one in alone.items()}
+        base, held = seconds[str(CHECKPOINTING)], alone[str(CHECKPOINTING)]
         points = []
         for way in ways:
-            name, mine = str(way), found[str(way)]
+            name, mine = str(way), alone[str(way)]
             mib, shares = zip(*((mine[key], mine[key] / held[key]) for key in ("counted", "resident")), strict=True)
             rows.append([tokens, vocab, name, seconds[name], seconds[name] / base, *(n / 2**20 for n in mib), *shares])
             points += [(seconds[name] / base, shares[0])] if way.slices else []
         figures |= summarized(points, f"{tokens}_vocab_{vocab}")
-    if not quick:
-        figures |= longest()
-    lines, found_by_trainers = trainers.rows(*((1024, SMALL, 1) if quick else (4096, LARGE, 2)))
-    table(trainers.__doc__ or "", ("trainer", "best s", "time", "MiB counted", "memory"), lines)
-    figures |= found_by_trainers
+        figures |= lightness(seconds, alone, f"{tokens}_vocab_{vocab}")
     header = ("tokens", "vocabulary", "way", "best s", "time", "MiB counted", "MiB resident", "counted", "resident")
-    report(f"{__doc__} Time and memory relative to gradient checkpointing.", header, rows, figures)
+    table(f"{__doc__} Time and memory relative to gradient checkpointing.", header, rows)
+    return figures
+
+
+def lightness(seconds: dict[str, float], alone: dict[str, dict[str, float]], case: str) -> dict[str, float]:
+    """Time and memory of light recomputation relative to none, where both have the same slices."""
+    none, light = str(Way("", LIGHT, "none")), str(Way("", LIGHT, "light"))
+    if none not in alone or light not in alone:
+        return {}
+    memory = alone[light]["counted"] / alone[none]["counted"]
+    return {f"light_time_{case}": seconds[light] / seconds[none], f"light_memory_{case}": memory}
 
 
 def settings(quick: bool) -> list[tuple[int, int, int, list[Way]]]:
@@ -110,7 +127,7 @@ def settings(quick: bool) -> list[tuple[int, int, int, list[Way]]]:
     does in its own process, one after the other."""
     if quick:
         return [(1024, SMALL, 1, [PLAIN, CHECKPOINTING, Way("", 8, "none"), Way("", 8, "block")])]
-    ours = [(8, "none"), (8, "light"), (8, "block"), (16, "block"), (24, "full")]
+    ours = [(LIGHT, "none"), (LIGHT, "light"), (8, "block"), (16, "block"), (24, "full")]
     away = [Way("", n, mode, True) for n, mode in ((16, "light"), (16, "block"), (24, "block"))]
     short = [PLAIN, CHECKPOINTING, *(Way("", n, mode) for n, mode in ours), *away]
     large = [CHECKPOINTING, *(Way("", 16, mode) for mode in ("light", "block", "full")), Way("", 16, "block", True)]
@@ -182,14 +199,16 @@ def status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def longest() -> dict[str, float]:
+def longest(quick: bool) -> dict[str, float]:
     """Tokens of the longest sequence in a process of ``LIMIT`` bytes with gradient checkpointing, in steps of an
-    eighth, and whether ours fits four times as many."""
+    eighth, and how many times as many fit with ours: eight or four. More is not tried, for a step takes half an hour
+    on two cores."""
     tokens = 4096
     while fits(CHECKPOINTING, tokens * 9 // 8):
         tokens = tokens * 9 // 8
-    times = 4 if fits(Way("", 4 * tokens // SLICE, "block"), 4 * tokens) else 0
-    return {"longest_checkpointing": tokens, "longest_over_checkpointing": times}
+    ways: dict[int, Recompute] = {8: "full", 4: "block"}
+    times = (n for n, mode in ways.items() if fits(Way("", n * tokens // SLICE, mode), n * tokens))
+    return {"longest_checkpointing": tokens, "longest_over_checkpointing": next(times, 0)}
 
 
 def fits(way: Way, tokens: int) -> bool:
@@ -198,3 +217,13 @@ def fits(way: Way, tokens: int) -> bool:
     except OutOfMemoryError:
         return False
     return True
+
+
+def in_trainers(quick: bool) -> dict[str, float]:
+    """Whole training steps of transformers' Trainer."""
+    lines, figures = trainers.rows(*((1024, SMALL, 1) if quick else (4096, LARGE, 2)))
+    table(trainers.__doc__ or "", ("trainer", "best s", "time", "MiB counted", "memory"), lines)
+    return figures
+
+
+PARTS: dict[str, Callable[[bool], dict[str, float]]] = {"steps": steps, "longest": longest, "trainers": in_trainers}
