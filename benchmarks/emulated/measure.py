@@ -8,6 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks.emulated.failure import step_until_failure
+from benchmarks.emulated.overhead import overhead
 from benchmarks.harness import arguments, summary, table
 from terapipe import Plan
 from terapipe.launch import EmulatedRun, ForkedRanks, emulate
@@ -70,7 +71,7 @@ def main() -> None:
     steps = 3 if quick else 6
     runs = [(case, emulate(case.plan, case.cost, steps=steps, stretch=1.0)) for case in cases(quick)]
     show(runs)
-    own = overhead(steps)
+    own = overhead(4 * steps)
     grown = [(ranks, start_and_kill(ranks)) for ranks in ((64,) if quick else (4, 8, 16, 32, 64))]
     header = (
         "ranks",
@@ -111,17 +112,6 @@ def cpu_us(run: EmulatedRun) -> int:
     """Microseconds of CPU for each computation, with its messages and its part of what a step does once; of the rank
     that took most."""
     return round(1e6 * max(min(report.cpu[1:]) for report in run.reports) / run.actions)
-
-
-def overhead(steps: int) -> dict[str, float]:
-    """What executor and messages add to each computation, on as many ranks as there are cores, beside what the system
-    adds by waking sleepers late."""
-    plan = Plan.uniform(batch_size=1, seq_len=1024, num_slices=128, boundaries=(0, 1, 2), order="terapipe-1f1b")
-    run = emulate(plan, SimpleCost(token=1e-3 / 8), steps=2 * steps, stretch=1.0)
-    added, late = 1e6 * run.overhead, 1e6 * run.late
-    row = [run.actions, added, late, added - late, cpu_us(run)]
-    table("Added to each computation of 1 to 2 ms", ("computations", "us", "late us", "executor us", "CPU us"), [row])
-    return {"overhead_us": added - late, "late_us": late, "cpu_us": cpu_us(run)}
 
 
 def start_and_kill(ranks: int) -> tuple[float, float, float, str]:

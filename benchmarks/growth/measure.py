@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import terapipe as tp
-from benchmarks.growth.idle import Idle
+from benchmarks.growth.idle import Idle, IdleStage
 from benchmarks.growth.plain import PlainRank
 from benchmarks.harness import arguments, on_ranks, summary, table
 from terapipe import Pipeline, Plan
@@ -76,7 +76,8 @@ def executing(order: str, rounds: int) -> tuple[float, float, float]:
     pipe = Pipeline(Idle(plan.num_stages), plan)
     actions = pipe.schedule.ranks[pipe.rank]
     ids = torch.zeros(1, plan.seq_len, dtype=torch.int64)
-    contenders = PlainRank(plan, pipe.rank, actions).step, partial(pipe.step, ids, ids)
+    stages = {k: IdleStage(k) for k in plan.stages_of(pipe.rank)}
+    contenders = PlainRank(plan, pipe.rank, actions, stages).step, partial(pipe.step, ids, ids)
     times = [[timed(contender) for contender in contenders] for _ in range(5 * rounds)]
     plain, executor = (1e6 * min(column) / len(actions) for column in zip(*times, strict=True))
     return plain, executor, executor - plain

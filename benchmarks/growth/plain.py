@@ -1,23 +1,29 @@
 """A rank's actions without the executor: calls of stages, autograd and torch.distributed, and no checks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.growth.idle import IdleStage
-from terapipe import Action, Op, Plan, Slice, SliceCache
+from terapipe import Action, Op, Plan, Slice, SliceCache, Stage
 
 Key = tuple[int, Slice]
 
 
 class PlainRank:
-    """One of two ranks. The batch is one sequence."""
+    """One of two ranks. The batch is one sequence, and hidden states are one number for each token.
 
-    def __init__(self, plan: Plan, rank: int, actions: Sequence[Action]) -> None:
+    Args:
+        plan: what they run.
+        rank: 0 or 1.
+        actions: of this rank.
+        stages: of this rank, by number.
+    """
+
+    def __init__(self, plan: Plan, rank: int, actions: Sequence[Action], stages: Mapping[int, Stage]) -> None:
         self._actions, self._peer, self._last = actions, 1 - rank, plan.num_stages - 1
-        self._stages = {k: IdleStage(k) for k in plan.stages_of(rank)}
+        self._stages = stages
         self._caches = {k: SliceCache(plan.seq_len) for k in self._stages}
         self._ids = torch.zeros(1, plan.seq_len, dtype=torch.int64)
         self._perform = {
