@@ -70,7 +70,7 @@ compared by simulating one step with the costs of your model: measured by
 EXAMPLES = """\
 examples:
   terapipe plan --model llama3-8b --cluster dgx-h100:2 --batch-size 16 --seq-len 8192
-  terapipe plan --model llama3-8b --cluster dgx-h100:1 --batch-size 1 --longest
+  terapipe plan --model llama3-8b --cluster dgx-h100:1 --longest
   terapipe plan --profile profile.json --batch-size 8 --seq-len 2048 --save plan.json
   terapipe train run.toml plan.file=plan.json      (start the saved plan)
   terapipe simulate plan.json --html step.html     (look at its step)
@@ -95,7 +95,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--longest",
         action="store_true",
-        help="instead of --seq-len: find the longest sequences that fit",
+        help="instead of --seq-len: find the longest sequences that fit, one per step unless --batch-size says more",
     )
     add_launch(parser)
     output = parser.add_argument_group("output")
@@ -147,6 +147,8 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(json.dumps(_as_dict(result, launch, sensitivities, dry)))
         return 0
+    if parsed.longest:
+        console.print(f"Longest sequences that fit: {result.plan.seq_len:,} tokens, to 2 %\n")
     for part in explanation(result):
         console.print(part)
     console.print(f"\n[dim]planned in {result.seconds:.1f} s[/]")
@@ -161,6 +163,7 @@ def _longest(parsed: argparse.Namespace) -> PlanResult:
     """Plans for the longest sequences that fit. Progress is not shown: nobody knows how many lengths it takes."""
     refuse_with("--longest", parsed, "seq_len", "slice_lengths")
     parsed.seq_len = 1  # so that the other options can be read
+    parsed.batch_size = parsed.batch_size or 1
     options = request_of(parsed)
     del options["seq_len"]
     return api.longest(parsed.model, costs_of(parsed), **options)

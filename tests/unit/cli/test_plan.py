@@ -38,6 +38,15 @@ def test_on_several_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "HOST0" not in shown
 
 
+def test_the_longest_sequences_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "gpt-tiny", "--cluster", "v100:1", "--memory", "64MiB", "--longest"]) == 0
+    first, _, rest = capsys.readouterr().out.partition("\n")
+    assert first.startswith("Longest sequences that fit: ")
+    tokens = int(first.split()[4].replace(",", ""))
+    assert tokens % 1024 == 0
+    assert f"data.seq_len={tokens}" in rest
+
+
 def test_json_has_a_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "plan", *TWO_HOSTS, "--dp", "1", "--pp", "6", "--tp", "2")["launch"]
     assert (found["hosts"], found["processes_per_host"]) == (2, 6)
