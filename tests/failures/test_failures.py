@@ -131,6 +131,25 @@ def test_a_rank_that_is_slow_to_tell_is_not_taken_for_dead(monkeypatch: pytest.M
     assert now[0] < GRACE
 
 
+def test_ranks_that_are_woken_one_after_the_other_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven ranks each tell later than the last, all together longer than the patience with one: rank 7 is to blame."""
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    board = Board(store, dict.fromkeys(range(8), "here"))
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        late = [rank for rank in range(1, 7) if rank not in {report.rank for report in board.read()}]
+        if late and now[0] > 0.75 * GRACE * late[0]:
+            board.post(FailureReport(late[0], at="RECV_B", peers=(late[0] + 1,)))
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    message = board.explain(FailureReport(0, at="RECV_B", peers=(1,)))
+    assert message.startswith("rank 7 is gone: its process died or lost its connection; rank 0 was waiting at RECV_B")
+    assert 6 * 0.75 * GRACE < now[0] < 6 * 0.75 * GRACE + GRACE
+
+
 class CountingStore:
     """A store that counts what it is asked."""
 

@@ -47,7 +47,7 @@ from terapipe.runtime.comm.watcher import Watcher
 
 T = TypeVar("T")
 
-GRACE = 2.0  # seconds that a woken rank gives the others to post their reports
+GRACE = 2.0  # seconds that a woken rank gives the others to post their reports, one after the other
 SETTLE = 0.25  # ... and to the one that others wait for, once all others have
 BEAT = 0.5  # seconds between looks whether another rank has failed
 
@@ -152,22 +152,25 @@ class Board:
 
             a report of an error of its own    that is the cause: no need to wait for more
             all have posted but one suspect    wait SETTLE: it may be about to post; then it is the cause
-            anything else                      wait ``grace`` for those that are woken one after the other
+            anything else                      wait for those that are woken one after the other, until nobody has
+                                               posted for ``grace`` seconds: 64 ranks on two cores take longer
 
         Args:
             mine: the report of this rank.
-            grace: seconds to wait for the reports of others.
+            grace: seconds to wait for another report after each.
         """
-        start = time.monotonic()
+        news, count = time.monotonic(), 0
         while True:
             others = [report for report in self.read() if report.rank != mine.rank]
+            if len(others) > count:
+                news, count = time.monotonic(), len(others)
             reports = sorted([mine, *others], key=lambda report: report.rank)
             suspects = {peer for report in reports for peer in report.peers} - {report.rank for report in reports}
             # Of several suspects, some may only be slow to tell what they wait for themselves; and so may the other
             # end of a transfer that has failed.
             at_most = 0 if any(report.error for report in reports) else 1
             complete = len(reports) + len(suspects) >= len(self._hosts) and len(suspects) <= at_most
-            waited = time.monotonic() - start
+            waited = time.monotonic() - news
             is_plain = any(not report.peers for report in reports)
             if is_plain or self._store is None or waited > (SETTLE if complete else grace):
                 return self._describe(reports, suspects)
