@@ -403,6 +403,37 @@ class StepTerms(NamedTuple):
     hooks: int = 0  # how many parameters have hooks for their gradients
 
 
+class AllTerms:
+    """The terms of all ranks. Checks look at whole columns: a loop over 10,000 ranks, with a tuple of terms for each,
+    would take as long as a layer.
+
+    Args:
+        rows: the terms of each rank as plain numbers, in the order of ranks.
+    """
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self._columns = dict(zip(StepTerms._fields, zip(*rows, strict=True), strict=True))
+
+    def __getitem__(self, name: str) -> tuple[int, ...]:
+        """One number of all ranks."""
+        return self._columns[name]
+
+    def total(self, name: str) -> int:
+        return sum(self[name])
+
+    def differ(self, name: str, among: str) -> bool:
+        """Whether ranks have different numbers of this name, though they have the same one of the other name."""
+        return len({*zip(self[among], self[name], strict=True)}) > len({*self[among]})
+
+    def have_unshifted(self) -> bool:
+        """Whether a rank has the very tokens as ids that another one of its pipeline has as labels. Only ranks that
+        have one of the two tell; the others say 0."""
+        return not self._told("ids").isdisjoint(self._told("labels"))
+
+    def _told(self, name: str) -> set[tuple[int, int]]:
+        return {(replica, number) for replica, number in zip(self["replica"], self[name], strict=True) if number}
+
+
 class Proposal(NamedTuple, Generic[T]):
     """What this rank is ready to run, and what the others must know of it."""
 
@@ -447,7 +478,7 @@ class Preflight:
         self.compares_data = False  # whether all ranks of a pipeline are given all data, and must be given the same
         self.await_hooks = False  # whether any rank has hooks for gradients, which all wait for at the end of a step
 
-    def agree_on(self, module: nn.Module, build: Callable[[], Proposal[T]]) -> tuple[T, list[StepTerms]]:
+    def agree_on(self, module: nn.Module, build: Callable[[], Proposal[T]]) -> tuple[T, AllTerms]:
         """Builds what is to be run, on each rank, and returns it when all ranks have the same.
 
         Args:
@@ -475,10 +506,10 @@ class Preflight:
             hooks=flags.hooks,
         )
         everyone = agree(transport, mine, error, work)
-        if len({(t.place, t.frozen) for t in everyone}) > len({t.place for t in everyone}):
+        if everyone.differ("frozen", among="place"):
             refuse_differences(transport, Traits(flags.frozen, transport.rank))
-        self._tied.check_frozen(sum(t.trained for t in everyone), sum(t.tied for t in everyone))
-        self.await_hooks = any(t.hooks for t in everyone)
+        self._tied.check_frozen(everyone.total("trained"), everyone.total("tied"))
+        self.await_hooks = everyone.total("hooks") > 0
         assert proposal is not None
         return proposal.value, everyone
 
@@ -582,7 +613,7 @@ class Preflight:
     def _autocast(self) -> Autocast:
         return Autocast.current(self._transport.device)
 
-    def _weigh(self, batch: Batch, terms: list[StepTerms], total: float | None) -> Batch:
+    def _weigh(self, batch: Batch, terms: AllTerms, total: float | None) -> Batch:
         """Gives a batch the factors of its loss. Only now is it known how many labels of all replicas count: a replica
         with few labels must not weigh as much as one with many.
 
@@ -591,7 +622,7 @@ class Preflight:
             terms: those of all ranks, agreed on.
             total: what the caller wants to divide by; None for the labels that count.
         """
-        counted, rows = sum(t.counted for t in terms), sum(t.rows for t in terms)
+        counted, rows = terms.total("counted"), terms.total("rows")
         if total is None and not counted:
             raise ValueError(f"at least one label of a batch must count, got only {IGNORE}; leave such a batch out")
         total = total or counted
@@ -601,7 +632,7 @@ class Preflight:
         return torch.full((), value, dtype=self._executors.wide, device=self._transport.device)
 
 
-def agree(transport: Transport, mine: StepTerms, error: Exception | None, description: str) -> list[StepTerms]:
+def agree(transport: Transport, mine: StepTerms, error: Exception | None, description: str) -> AllTerms:
     """Every rank's terms, if all accept.
 
     Args:
@@ -610,29 +641,30 @@ def agree(transport: Transport, mine: StepTerms, error: Exception | None, descri
         error: why this rank refuses.
         description: what ``work`` is the checksum of, in words.
     """
-    terms = [StepTerms(*numbers) for numbers in transport.gather_numbers(mine, ALL)]
-    if any(t.refused for t in terms):
+    terms = AllTerms(transport.gather_numbers(mine, ALL))
+    if terms.total("refused"):
         reasons = transport.gather("" if error is None else describe_error(error), ALL)
         if error is not None:
             raise error
-        rank = next(i for i, t in enumerate(terms) if t.refused)
+        rank = terms["refused"].index(1)
         raise ValueError(f"{transport.ranks.name(rank)} refused what it was given: {reasons[rank]}")
-    if len({(t.replica, t.work) for t in terms}) > len({t.replica for t in terms}):
+    if terms.differ("work", among="replica"):
         raise ValueError(_difference(transport, terms, transport.gather(description, ALL)))
-    if {(t.replica, t.ids) for t in terms if t.ids} & {(t.replica, t.labels) for t in terms}:
+    if terms.have_unshifted():
         raise ValueError(NOT_SHIFTED)
     return terms
 
 
-def _difference(transport: Transport, terms: list[StepTerms], descriptions: list[str]) -> str:
+def _difference(transport: Transport, terms: AllTerms, descriptions: list[str]) -> str:
     """Names the first two ranks of a pipeline that differ. Ranks of different replicas may: each has its own batch."""
-    for i, mine in enumerate(terms):
-        first = next(j for j, other in enumerate(terms) if other.replica == mine.replica)
-        if mine.work != terms[first].work:
+    first: dict[int, int] = {}  # rank of each replica
+    for rank, replica in enumerate(terms["replica"]):
+        other = first.setdefault(replica, rank)
+        if terms["work"][rank] != terms["work"][other]:
             return (
                 "all ranks of a pipeline must call the same method with the same plan, documents and shape of batch: "
-                f"{transport.ranks.name(first)} has {descriptions[first]}, "
-                f"{transport.ranks.name(i)} has {descriptions[i]}"
+                f"{transport.ranks.name(other)} has {descriptions[other]}, "
+                f"{transport.ranks.name(rank)} has {descriptions[rank]}"
             )
     raise AssertionError("no two ranks differ")
 

@@ -5,12 +5,32 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from terapipe.runtime.comm.environment import local_device
 from terapipe.runtime.comm.errors import PipelineError
+from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.comm.transport import Transport
 from tests.support.ranks import Ranks
+
+
+def gather_both_ways(names: tuple[str, str]) -> tuple[list[int], list[list[int]], list[int]]:
+    mesh = init_device_mesh(local_device().type, (2, 2), mesh_dim_names=names)
+    transport = Transport.join(local_device(), mesh, timeout=300.0)
+    own = [10 * transport.global_rank, -transport.global_rank]
+    return transport.gather(own[0], ALL), transport.gather_numbers(own, ALL), [*transport.ranks[ALL].members]
+
+
+@pytest.mark.parametrize("names", [("dp", "pp"), ("pp", "dp"), ("tp", "pp"), ("dp", "tp")], ids=str)
+def test_numbers_of_all_ranks_come_in_their_order(ranks: Callable[[int], Ranks], names: tuple[str, str]) -> None:
+    """They go along one dimension of the mesh after the other, objects around one ring of all ranks."""
+    for objects, numbers, members in ranks(4)(gather_both_ways, names):
+        assert members == [0, 1, 2, 3]
+        assert objects == [10 * rank for rank in members]
+        assert numbers == [[10 * rank, -rank] for rank in members]
 
 
 def tell_the_loss(told: Path) -> str:

@@ -151,8 +151,8 @@ class Ranks:
                 group = GROUPS.group(ranks, span, "nccl", MAX_CTAS if role == PP else 1)
             else:
                 group = objects[role]
-            if role == TP:
-                objects[TP] = GROUPS.group(ranks, span, "gloo") if is_cuda else group
+            if role in (TP, DP):
+                objects[role] = GROUPS.group(ranks, span, "gloo") if is_cuda else group
             lines[role] = Line(tuple(ranks), dist.get_rank(group), group, objects.get(role))
         return cls(lines, mesh, dims)
 
@@ -172,6 +172,14 @@ class Ranks:
         """This process, as torch.distributed counts it."""
         line = self[PP]
         return line.members[line.rank]
+
+    @property
+    def dimensions(self) -> list[Line]:
+        """The lines along which a word reaches all ranks if each tells the next all that it has heard: first the one of
+        neighbors, so that what comes together is in the order of all ranks. One line where there is no mesh."""
+        names = () if self.mesh is None or self.mesh.ndim == 1 else self.mesh.mesh_dim_names or ()
+        roles = {name: role for role, name in self.mesh_dims.items()}
+        return [self[roles[name]] for name in reversed(names)] or [self[ALL]]
 
     def submesh(self, role: str) -> DeviceMesh:
         """The dimension of the mesh with this role. There is one where several ranks are along it."""

@@ -189,20 +189,32 @@ class Transport:
         return values  # type: ignore[return-value]
 
     def gather_numbers(self, numbers: Sequence[int], over: str = PP) -> list[list[int]]:
-        """Does what ``gather`` does for as many whole numbers on every rank, by one message instead of several.
+        """Does what ``gather`` does for as many whole numbers on every rank, by few and small messages: a row of the
+        result for each rank.
+
+        A gather passes around a ring, so it takes as many messages, one after the other, as there are ranks. All ranks
+        of a mesh gather along one dimension after the other, and send on what they have heard. 2 replicas of 3 pipeline
+        ranks::
+
+            0 1 2   along pp: each knows its own row       0 1 2  |  3 4 5
+            3 4 5   along dp: each adds the other's        0 1 2 3 4 5
+
+        1024 replicas of 8 x 8 ranks have 1037 messages to wait for in place of 65,535.
 
         Args:
             numbers: of at most 63 bits each.
             over: the line.
         """
-        line = self.ranks[over]
-        if not line.has_peers:
-            return [list(numbers)] * line.size
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        everyone = [torch.empty_like(mine) for _ in range(line.size)]
-        with self.failure.waiting(line.others, "an exchange between all ranks"):
-            dist.all_gather(everyone, mine, group=line.objects)
-        rows: list[list[int]] = torch.stack(everyone).tolist()
+        rows = [list(numbers)]
+        for line in self.ranks.dimensions if over == ALL else [self.ranks[over]]:
+            if line.has_peers:
+                mine = torch.tensor(rows, dtype=torch.int64)
+                parts = [torch.empty_like(mine) for _ in range(line.size)]
+                with self.failure.waiting(line.others, "an exchange between all ranks"):
+                    dist.all_gather(parts, mine, group=line.objects)
+                rows = torch.cat(parts).tolist()
+            else:
+                rows = rows * line.size
         return rows
 
     def collect(self, value: T, over: str = PP) -> list[T] | None:
