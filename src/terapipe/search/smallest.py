@@ -128,15 +128,16 @@ class Kind:
         return best, limit
 
     def _counts(self, evaluator: PlanEvaluator, shape: Plan) -> Iterator[int]:
-        """Numbers of slices: a whole sequence, then more and more slices."""
-        most = evaluator.request.seq_len // evaluator.tile
+        """Numbers of slices: a whole sequence, then more and more slices. At least one, however many stages there are."""
+        most, microbatches = evaluator.request.seq_len // evaluator.tile, -(-evaluator.batch_size // self.size)
         if max(self.counts) < FIRST or evaluator.request.fixed_slices:
             yield from sorted(self.counts)
             return
-        if 1 in self.counts:
-            yield 1
-        count, microbatches = FIRST, -(-evaluator.batch_size // self.size)
-        while count <= most and 2 * count * shape.num_stages * min(microbatches, 8) <= MOST:
+        work = 2 * shape.num_stages * min(microbatches, 8)  # computations for each slice of a sequence
+        if 1 in self.counts or FIRST * work > MOST:
+            yield min(self.counts)
+        count = FIRST
+        while count <= most and count * work <= MOST:
             yield count
             count *= 2
 

@@ -74,3 +74,11 @@ def test_the_kind_that_needs_least_is_asked_first() -> None:
 def test_a_host_without_room_is_named() -> None:
     with pytest.raises(ValueError, match="of the host's memory per device"):
         choose(SOURCE, pool(22, memory="1GiB", host_memory="1MiB", num_slices=64)[0].evaluator.request)
+
+
+def test_there_is_a_smallest_plan_for_however_many_stages() -> None:
+    """So many stages that not even the first number of slices stays below the computations that are tried."""
+    source = ClusterSource(GPTConfig(layers=126, hidden=1024, heads=16, max_seq_len=1), Cluster("dgx-h100:125"))
+    request = Request(80, 8192, dp=8, pp=125, order="terapipe", chunks=1)
+    least = smallest([c for c in candidates(source, request) if c.count > 1])
+    assert least.plan.num_stages == 125
