@@ -11,10 +11,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terapipe.planning.cost import Ints
 from terapipe.runtime.comm.channel import Channel, Guard, Links
 from terapipe.runtime.comm.failures import Failure
 from terapipe.runtime.comm.mesh import ALL, DP, PP, Line, Ranks
@@ -253,8 +255,8 @@ class TurnsTransport(Transport):
     def gather(self, value: Any, over: str = PP) -> list[Any]:
         return self._say(over, value)
 
-    def gather_numbers(self, numbers: Sequence[int], over: str = PP) -> list[list[int]]:
-        return [list(row) for row in self._say(over, tuple(numbers))]
+    def gather_numbers(self, numbers: Sequence[int], over: str = PP) -> Ints:
+        return np.array(self._say(over, tuple(numbers)), dtype=np.int64)
 
     def collect(self, value: Any, over: str = PP) -> list[Any] | None:
         values = self._say(over, value)

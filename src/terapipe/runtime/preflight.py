@@ -16,6 +16,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from terapipe.losses.objective import Objective, SequenceLoss, Targets, labels_in
 from terapipe.modeling.slice_cache import on_device
 from terapipe.modeling.stage import IGNORE, Autocast, PipelineModel, Stage
+from terapipe.planning.cost import Ints
 from terapipe.planning.slices import Plan
 from terapipe.runtime.comm.errors import describe_error
 from terapipe.runtime.comm.mesh import ALL
@@ -404,26 +406,31 @@ class StepTerms(NamedTuple):
 
 
 class AllTerms:
-    """The terms of all ranks. Checks look at whole columns: a loop over 10,000 ranks, with a tuple of terms for each,
-    would take as long as a layer.
+    """The terms of all ranks. Checks look at whole columns: of 10,000 ranks a loop over them would take as long as a
+    layer.
 
     Args:
-        rows: the terms of each rank as plain numbers, in the order of ranks.
+        rows: a row for each rank, in the order of ranks.
     """
 
-    def __init__(self, rows: list[list[int]]) -> None:
-        self._columns = dict(zip(StepTerms._fields, zip(*rows, strict=True), strict=True))
+    def __init__(self, rows: Ints) -> None:
+        self._columns: dict[str, Ints] = dict(zip(StepTerms._fields, rows.T, strict=True))
 
-    def __getitem__(self, name: str) -> tuple[int, ...]:
+    def __getitem__(self, name: str) -> Ints:
         """One number of all ranks."""
         return self._columns[name]
 
     def total(self, name: str) -> int:
-        return sum(self[name])
+        return int(self[name].sum())
 
     def differ(self, name: str, among: str) -> bool:
         """Whether ranks have different numbers of this name, though they have the same one of the other name."""
-        return len({*zip(self[among], self[name], strict=True)}) > len({*self[among]})
+        numbers, groups = self[name], self[among]
+        if (numbers == numbers[0]).all():
+            return False
+        order = np.argsort(groups, kind="stable")
+        together, are_unlike = np.diff(groups[order]) == 0, np.diff(numbers[order]) != 0
+        return bool((together & are_unlike).any())
 
     def have_unshifted(self) -> bool:
         """Whether a rank has the very tokens as ids that another one of its pipeline has as labels. Only ranks that
@@ -431,7 +438,9 @@ class AllTerms:
         return not self._told("ids").isdisjoint(self._told("labels"))
 
     def _told(self, name: str) -> set[tuple[int, int]]:
-        return {(replica, number) for replica, number in zip(self["replica"], self[name], strict=True) if number}
+        """Replicas and numbers of ranks that have told it."""
+        told = self[name].nonzero()
+        return {*zip(self["replica"][told].tolist(), self[name][told].tolist(), strict=True)}
 
 
 class Proposal(NamedTuple, Generic[T]):
@@ -646,7 +655,7 @@ def agree(transport: Transport, mine: StepTerms, error: Exception | None, descri
         reasons = transport.gather("" if error is None else describe_error(error), ALL)
         if error is not None:
             raise error
-        rank = terms["refused"].index(1)
+        rank = int(terms["refused"].argmax())
         raise ValueError(f"{transport.ranks.name(rank)} refused what it was given: {reasons[rank]}")
     if terms.differ("work", among="replica"):
         raise ValueError(_difference(transport, terms, transport.gather(description, ALL)))
@@ -658,7 +667,7 @@ def agree(transport: Transport, mine: StepTerms, error: Exception | None, descri
 def _difference(transport: Transport, terms: AllTerms, descriptions: list[str]) -> str:
     """Names the first two ranks of a pipeline that differ. Ranks of different replicas may: each has its own batch."""
     first: dict[int, int] = {}  # rank of each replica
-    for rank, replica in enumerate(terms["replica"]):
+    for rank, replica in enumerate(terms["replica"].tolist()):
         other = first.setdefault(replica, rank)
         if terms["work"][rank] != terms["work"][other]:
             return (

@@ -57,7 +57,7 @@ def refuse_differences(transport: Transport, *mine: Traits) -> None:
     rows = transport.gather_numbers(numbers, ALL)
     for i, traits in enumerate(mine):
         # More pairs than places: some place has two checksums.
-        seen = {tuple(row[2 * i : 2 * i + 2]) for row in rows}
+        seen = {*zip(rows[:, 2 * i].tolist(), rows[:, 2 * i + 1].tolist(), strict=True)}
         if len(seen) > len({place for place, _ in seen}):
             _refuse_difference(transport, transport.gather(traits, ALL))
 

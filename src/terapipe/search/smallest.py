@@ -128,7 +128,7 @@ class Kind:
         return best, limit
 
     def _counts(self, evaluator: PlanEvaluator, shape: Plan) -> Iterator[int]:
-        """Numbers of slices: a whole sequence, then more and more slices. At least one, however many stages there are."""
+        """Numbers of slices: a whole sequence, then more and more slices; at least one, with however many stages."""
         most, microbatches = evaluator.request.seq_len // evaluator.tile, -(-evaluator.batch_size // self.size)
         if max(self.counts) < FIRST or evaluator.request.fixed_slices:
             yield from sorted(self.counts)

@@ -21,7 +21,7 @@ def gather_both_ways(names: tuple[str, str]) -> tuple[list[int], list[list[int]]
     mesh = init_device_mesh(local_device().type, (2, 2), mesh_dim_names=names)
     transport = Transport.join(local_device(), mesh, timeout=300.0)
     own = [10 * transport.global_rank, -transport.global_rank]
-    return transport.gather(own[0], ALL), transport.gather_numbers(own, ALL), [*transport.ranks[ALL].members]
+    return transport.gather(own[0], ALL), transport.gather_numbers(own, ALL).tolist(), [*transport.ranks[ALL].members]
 
 
 @pytest.mark.parametrize("names", [("dp", "pp"), ("pp", "dp"), ("tp", "pp"), ("dp", "tp")], ids=str)

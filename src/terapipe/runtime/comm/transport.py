@@ -6,11 +6,13 @@ from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from terapipe.planning.cost import Ints
 from terapipe.runtime.comm.channel import Channel, Done, GlooLinks, Links, NcclLinks, NullChannel, not_none
 from terapipe.runtime.comm.environment import device_of, host_name, refuse_blocking_waits
 from terapipe.runtime.comm.failures import BEAT, Failure
@@ -188,7 +190,7 @@ class Transport:
             dist.all_gather_object(values, value, group=line.objects)
         return values  # type: ignore[return-value]
 
-    def gather_numbers(self, numbers: Sequence[int], over: str = PP) -> list[list[int]]:
+    def gather_numbers(self, numbers: Sequence[int], over: str = PP) -> Ints:
         """Does what ``gather`` does for as many whole numbers on every rank, by few and small messages: a row of the
         result for each rank.
 
@@ -205,16 +207,15 @@ class Transport:
             numbers: of at most 63 bits each.
             over: the line.
         """
-        rows = [list(numbers)]
+        rows = np.array([numbers], dtype=np.int64)
         for line in self.ranks.dimensions if over == ALL else [self.ranks[over]]:
+            parts = [rows] * line.size
             if line.has_peers:
-                mine = torch.tensor(rows, dtype=torch.int64)
-                parts = [torch.empty_like(mine) for _ in range(line.size)]
+                tensors = [torch.from_numpy(np.empty_like(rows)) for _ in parts]
                 with self.failure.waiting(line.others, "an exchange between all ranks"):
-                    dist.all_gather(parts, mine, group=line.objects)
-                rows = torch.cat(parts).tolist()
-            else:
-                rows = rows * line.size
+                    dist.all_gather(tensors, torch.from_numpy(rows), group=line.objects)
+                parts = [tensor.numpy() for tensor in tensors]
+            rows = np.concatenate(parts)
         return rows
 
     def collect(self, value: T, over: str = PP) -> list[T] | None:
