@@ -20,6 +20,7 @@ from tests.support.commands import options_of_verbs
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("README.md"))
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
 
@@ -106,11 +107,13 @@ def prose(page: Path) -> str:
     return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-@each_page
+@pytest.mark.parametrize("page", [*PAGES, *BENCHMARKS, *ROOMS], ids=lambda p: str(p.relative_to(ROOT)))
 def test_local_links_lead_somewhere(page: Path) -> None:
     for path, _, fragment in re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)(#([^)\s]*))?\)", prose(page)):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{page.name} links to {path}"
+        is_on_site = target.suffix in (".md", ".cff", "") or target.is_relative_to(DOCS) or "examples" in target.parts
+        assert is_on_site, f"{page.name} links to {path}, which the site has not; write it as code"
         if fragment:
             headings = re.findall(r"^#+ (.*)$", prose(target), re.MULTILINE)
             assert fragment in map(anchor, headings), f"{page.name} links to {path}#{fragment}"
