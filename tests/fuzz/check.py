@@ -142,6 +142,8 @@ def piped_results(case: Case, masks: Masks) -> list[Result]:
 
 def _in_processes(case: Case) -> list[Result]:
     size = PROCESSES[case.ranks].devices
+    if size in _groups and not _groups[size].usable:
+        _groups.pop(size).close()
     if size not in _groups:
         _groups[size] = Ranks(size)
     try:

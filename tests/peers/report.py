@@ -104,7 +104,7 @@ def findings(
         wanted = plain(case)
         if case.stages > 1:
             outcomes = group.results()
-            group.usable = all(isinstance(outcome, tuple) and outcome[2] != "trained" for outcome in outcomes)
+            group.in_order = all(isinstance(outcome, tuple) and outcome[2] != "trained" for outcome in outcomes)
             each = [_judged(case, outcome, wanted, truth) for outcome in outcomes]
             finding = next((one for one in each if one.kind == WRONG), each[0])
         else:

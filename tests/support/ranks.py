@@ -26,7 +26,8 @@ class Ranks:
     """``ranks(function, *args)`` calls it on every rank and returns the results in order of rank."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.usable = size, True
+        self.size = size
+        self.in_order = True  # whether all ranks are where the next function may begin
         self.folder = tempfile.TemporaryDirectory()
         pipes = [_context.Pipe() for _ in range(size)]
         store = Path(self.folder.name) / "store"
@@ -54,10 +55,15 @@ class Ranks:
         results = self.results()
         for result in results:
             if isinstance(result, Exception):
-                self.usable = isinstance(result, ValueError)  # others may have left groups on some ranks only
+                self.in_order = isinstance(result, ValueError)  # others may have left groups on some ranks only
                 raise result
-        self.usable = len(os.listdir(f"/proc/{self.processes[0].pid}/task")) < CROWDED
         return results
+
+    @property
+    def usable(self) -> bool:
+        """Whether others can go on with it. If not, new processes are better."""
+        threads = Path(f"/proc/{self.processes[0].pid}/task")
+        return self.in_order and threads.exists() and len(os.listdir(threads)) < CROWDED
 
     def close(self) -> None:
         for process in self.processes:
