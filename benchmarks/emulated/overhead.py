@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks.growth.plain import PlainRank
 from benchmarks.harness import on_ranks, table
 from terapipe import Pipeline, Plan, SliceCache, Stage
-from terapipe.runtime.emulation import EmulatedModel, Emulation, Seconds, predict, sharpen_sleep, sleep_until
+from terapipe.runtime import EmulatedModel, Emulation, Seconds, predict, sharpen_sleep, sleep_until
 from tests.support.costs import SimpleCost
 
 

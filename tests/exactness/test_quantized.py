@@ -31,7 +31,7 @@ from tests.support.hf_models import (
 from tests.support.models import gradients, mesh_of
 from tests.support.ranks import Ranks
 
-BOUND = 1e-5
+BOUND = 4e-5  # CPUs round products differently: 7e-6 on one with AVX2, 17e-6 on one with AVX-512
 pytestmark = pytest.mark.usefixtures("quiet_models")
 
 

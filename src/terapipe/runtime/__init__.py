@@ -10,7 +10,7 @@ from terapipe.runtime.comm.errors import PipelineError
 from terapipe.runtime.comm.failures import FailureReport
 from terapipe.runtime.comm.mesh import ALL, device_mesh
 from terapipe.runtime.comm.transport import Transport
-from terapipe.runtime.emulation import Emulation
+from terapipe.runtime.emulation import EmulatedModel, Emulation, Seconds, predict, sharpen_sleep, sleep_until
 from terapipe.runtime.host_optimizer import HostOptimizer
 from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.pipeline import Pipeline
@@ -19,6 +19,7 @@ from terapipe.runtime.random_state import rng_state, seed_rng, set_rng_state
 
 __all__ = [
     "ALL",
+    "EmulatedModel",
     "Emulation",
     "FailureReport",
     "HostOptimizer",
@@ -26,14 +27,18 @@ __all__ = [
     "Pipeline",
     "PipelineError",
     "Profiler",
+    "Seconds",
     "Transport",
     "device_mesh",
     "job",
     "local_device",
+    "predict",
     "rank_and_size",
     "restarts",
     "rng_state",
     "seed_rng",
     "set_rng_state",
+    "sharpen_sleep",
+    "sleep_until",
     "under_torchrun",
 ]

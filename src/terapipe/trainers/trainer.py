@@ -122,8 +122,6 @@ class PipelineMixin:
         self._predicting = False
         super().__init__(*arguments, **named)
         refuse_arguments(self._trainer, self.layout)
-        alpha = self._trainer.neftune_noise_alpha
-        self._noise = None if alpha is None else EmbeddingNoise(alpha, lambda: self._trainer.is_in_train)
         self._trainer.neftune_noise_alpha = None  # or it would put its own hook on the model, which slices do not call
         self._refuse_model()
 
@@ -138,6 +136,12 @@ class PipelineMixin:
         return self.layout.devices // self.layout.dp
 
     # The pipeline
+
+    def _noise(self) -> EmbeddingNoise | None:
+        """NEFTune's noise, if the arguments ask for it. They do from the start: TRL may make the pipeline while this
+        object is made, for the log-probabilities of a reference."""
+        alpha = self._trainer.args.neftune_noise_alpha
+        return None if alpha is None else EmbeddingNoise(alpha, lambda: self._trainer.is_in_train)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Trainer's, called in its ``__init__``; then makes the mesh of all ranks, and the Accelerator one of replicas.
@@ -173,7 +177,7 @@ class PipelineMixin:
                     batch_size=args.per_device_train_batch_size,
                     seq_len=getattr(args, "max_length", None), recompute=self._recompute,
                     device=args.device, mesh=self._mesh, timeout=self._timeout,
-                    compile_backend=self._compile_backend, noise=self._noise,
+                    compile_backend=self._compile_backend, noise=self._noise(),
                 )  # fmt: skip
             trainer.accelerator.pipelined = self.pipelined
             self._pipeline_reference(self.pipelined)
