@@ -125,7 +125,7 @@ def plain_result(case: Case, masks: Masks, dtype: str = "") -> Result:
             logits, rows = logits_of(model, batch.ids, step, mine)
             loss = _loss(case, logits, batch)
             if rows is not None and rows.sums:
-                loss = loss + _balance(case, plan_of(case, step), rows.sums)
+                loss = loss + _balance(case, plan_of(case, step), rows.sums) * _share(case, batch)
         if loss.requires_grad:
             loss.backward()
         losses.append(loss.item())
@@ -148,6 +148,11 @@ def _loss(case: Case, logits: Tensor, batch: Batch) -> Tensor:
         return plain(wide, batch.targets)
     total = F.cross_entropy(wide.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE, reduction="sum")
     return total / (DIVISOR if name == TOTAL else (batch.labels != IGNORE).sum())
+
+
+def _share(case: Case, batch: Batch) -> Any:
+    """What an auxiliary loss is multiplied by: the part of the labels that this batch has, by the caller's word."""
+    return (batch.labels != IGNORE).sum() / DIVISOR if case.objective == TOTAL else 1.0
 
 
 def logits_of(model: Any, ids: Tensor, step: Step, masks: dict[str, Tensor]) -> tuple[Tensor, Rows | None]:
