@@ -20,7 +20,7 @@ ORDERS = {
     "gpipe": 1, "1f1b": 1, "terapipe": 1, "terapipe-deferred": 1, "terapipe-v": 2, "interleaved": 2, "terapipe-1f1b": 1,
     "terapipe-zb": 1, "terapipe-zb2": 1,
 }  # fmt: skip
-SECONDS = {4: 0.02, 8: 0.02, 16: 0.03, 32: 0.04, 64: 0.05}  # of a mean forward: cores must serve all ranks meanwhile
+SECONDS = {4: 0.04, 8: 0.04, 16: 0.05, 32: 0.06, 64: 0.08}  # of a mean forward: cores must serve all ranks meanwhile
 TOKENS = 1024
 EVEN = (128,) * 8
 UNEVEN = (192, 160, 144, 128, 112, 104, 96, 88)  # of about equal time where later slices attend to more

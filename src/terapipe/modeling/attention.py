@@ -282,6 +282,7 @@ class _EarlierGradients:
         self._store, self._keys = store, slice(bounds.oldest, seen.context)
         self._overlap = slice(bounds.oldest_after, seen.context)
         self._before: Tensor | None = None
+        # What lies in the room is of other tokens: the first part overwrites it, or it is set to zero.
         self._stale = bounds.oldest < seen.context and (is_first or bounds.oldest < bounds.oldest_after)
         if self._stale:
             self._before = store.move_gradients(bounds, keep=not is_first and bounds.oldest_after < seen.end)

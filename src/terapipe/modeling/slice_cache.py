@@ -162,7 +162,8 @@ def cache_that_adds(weight: Tensor, *, is_product: bool = False) -> "SliceCache 
         not _computing
         or not (weight.requires_grad or (is_product and _computing[-1].current.has_recalled))
         or not weight.is_leaf
-        # Torch rounds split products otherwise, and forwards must be the same to the bit with gradients and without.
+        # Without gradients torch's own product will do. But of a split weight it rounds that otherwise, and forwards
+        # must be the same to the bit with gradients and without.
         or not (torch.is_grad_enabled() or isinstance(weight, DTensor))
         or type(weight) not in _PLAIN_WEIGHTS
         or torch._C._are_functorch_transforms_active()

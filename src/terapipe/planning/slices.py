@@ -315,6 +315,12 @@ class Plan:
         entry = self.offload[stage] if isinstance(self.offload, tuple) else self.offload
         return entry[self._index[s.microbatch] + s.number] if isinstance(entry, tuple) else entry
 
+    def offloads_cache_after(self, s: Slice) -> bool:
+        """Whether the keys and values of the slice's microbatch leave the device after it: after the last of several.
+        Those of a single slice are needed again at once."""
+        is_last, is_alone = s.end == self.seq_len, s.length == self.seq_len
+        return self.offload_kv and is_last and not is_alone
+
     @cached_property
     def _index(self) -> tuple[int, ...]:
         """For each microbatch, the index of its first slice in ``slices``."""

@@ -381,7 +381,8 @@ class Executor:
                 self._roots[k, s] = out if kept is None else stand_in_for_output(out)
         if k < self._last_stage:
             self._outputs[k, s] = out
-        is_whole = s.length == self._plan.seq_len and mode == "full"  # nothing waits for its keys and values
+        # No other slice reads its keys and values, and its own backward computes them again.
+        is_whole = s.length == self._plan.seq_len and mode == "full"
         if (not self._train and s.end == self._plan.seq_len) or is_whole:
             self._release(k, s)
         self._marks.append(((action,), start, self._clock.mark()))
@@ -629,7 +630,8 @@ class Executor:
         return self._caches[key]
 
     def _release(self, k: int, s: Slice) -> None:
-        """Where keys and values are offloaded, a cache that waits for its next microbatch must not hold theirs."""
+        """Gives a cache back to the pool. Where keys and values are offloaded it drops them first: a cache that waits
+        for its next microbatch must not take the memory that offload saves."""
         if self._offloaded_kv:
             self._caches[k, s.microbatch].take_keys_and_values()
         self._pool.give_back(k, s.size, self._caches.pop((k, s.microbatch)))

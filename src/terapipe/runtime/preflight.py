@@ -339,7 +339,8 @@ def lone_checksums(input_ids: Tensor | None, labels: Tensor | None) -> tuple[int
     if labels is None:
         assert input_ids is not None
         return checksum(input_ids), 0
-    return 0, 0 if bool((labels[:, 1:] == labels[:, :-1]).all()) else checksum(labels)
+    are_alike = bool((labels[:, 1:] == labels[:, :-1]).all())
+    return 0, (0 if are_alike else checksum(labels))
 
 
 def _refuse_unshifted(input_ids: Tensor, labels: Tensor) -> None:

@@ -95,8 +95,9 @@ _BACKWARD = (
 # Only the dependencies with a slice offset are special to slicing: a forward reads the keys and values of earlier
 # slices, and a backward needs the gradients that later slices add to its keys and values.
 # A dependency on a backward names B. If the backward is split, its I completes it (see `completes`).
-# A slice that is offloaded goes F, OUT, BACK, B. A dependency on a copy is ignored where a slice is not. Keys and
-# values of a microbatch may be away between its last forward and its first backward, both those of its last slice.
+# A slice that is offloaded goes F, OUT, BACK, B. A dependency on a copy is ignored where a slice is not
+# offloaded. Keys and values of a microbatch may be away between its last forward and its first backward, both those of
+# its last slice.
 NEEDS: dict[Op, tuple[Dependency, ...]] = {
     Op.F: (Dependency(Op.F, stage=-1), Dependency(Op.F, slice=-1)),
     Op.B: _BACKWARD,
@@ -142,7 +143,7 @@ def _is_copied(op: Op, plan: Plan, stage: int, s: Slice) -> bool:
     """Whether the plan offloads what the copy is of."""
     if op in (Op.OUT, Op.BACK):
         return plan.is_offloaded(stage, s)
-    return plan.offload_kv and s.end == plan.seq_len > s.length
+    return plan.offloads_cache_after(s)
 
 
 def counterpart(transfer: Action) -> Action:

@@ -36,9 +36,8 @@ def offloaded_slices(plan: Plan) -> NDArray[np.bool_]:
 
 
 def ends_of_caches(plan: Plan) -> NDArray[np.bool_]:
-    """Whether each slice is the last of a microbatch whose keys and values the plan offloads. Those of a single slice
-    are not worth it."""
-    return np.array([plan.offload_kv and s.end == plan.seq_len > s.length for s in plan.slices])
+    """Whether keys and values leave the device after each slice (``Plan.offloads_cache_after``)."""
+    return np.array([plan.offloads_cache_after(s) for s in plan.slices])
 
 
 class Numbering:

@@ -95,7 +95,8 @@ def pick(rows: Sequence[PlanEstimate]) -> PlanEstimate:
 
 def _confirm(rows: Sequence[PlanEstimate]) -> list[PlanEstimate]:
     """The rows that fit, with the one to run simulated whole. Estimates of long plans were extrapolated; where one is
-    wrong, so that it does not fit or another is faster, that is looked at, too."""
+    wrong, so that it does not fit or another is faster, that is looked at, too, until the row that is picked is one
+    that was simulated whole."""
     rows, confirmed = [e for e in rows if e.fits], list[PlanEstimate]()
     while rows and (picked := pick(rows)) not in confirmed:
         confirmed.append(evaluator_of(picked).confirm(picked))
