@@ -36,7 +36,7 @@ from terapipe.scheduling.footprint import peaks
 from terapipe.scheduling.simulator import program
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.candidates import Candidate, candidates
-from terapipe.search.choose import choose, refuse_budget
+from terapipe.search.choose import choose, refuse_budget, refuse_orders
 from terapipe.search.choose import compare as compare_orders
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 Costs = Profile | Cluster | CostTable | str
 Progress = Callable[[float], None]
 BLOCK = 1024  # tokens; `longest` counts in these
-MOST_BLOCKS = LARGEST["max_seq_len"] // BLOCK // 2
+MOST_TOKENS = LARGEST["max_seq_len"] // 2
 
 P = ParamSpec("P")
 Call = TypeVar("Call")
@@ -284,7 +284,8 @@ def _with_price_of_reserve(result: PlanResult) -> PlanResult:
 
 
 def longest(model: Any, costs: Costs, *, batch_size: int = 1, **options: Any) -> PlanResult:
-    """Finds the longest sequences that fit into memory, to a multiple of 1024 tokens and to 2 %, and plans for them.
+    """Finds the longest sequences that fit into memory, to a multiple of 1024 tokens (of ``tile`` or ``num_slices``, if
+    that is more) and to 2 %, and plans for them.
 
     More tokens need more memory, so it is a bisection. It counts the bytes of the smallest plans and searches for the
     fastest only once, for the length that it ends with.
@@ -305,14 +306,21 @@ def longest(model: Any, costs: Costs, *, batch_size: int = 1, **options: Any) ->
     if isinstance(costs, CostTable):
         raise ValueError("a cost table knows no memory, so nothing is too long for it; give a Cluster or a Profile")
     spec = model_spec(model)
+    block = max(BLOCK, *(int(options.get(name) or 0) for name in ("tile", "num_slices")))
 
     def candidates_for(blocks: int) -> list[Candidate]:
-        call = PlanCall(batch_size=batch_size, seq_len=blocks * BLOCK, **options)
+        call = PlanCall(batch_size=batch_size, seq_len=blocks * block, **options)
         request = _request(spec, batch_size, call.seq_len, **values_of(call, PlanOptions))
-        return candidates(source_of(spec, costs, request, call), request)
+        source = source_of(spec, costs, request, call)
+        return candidates(source, request) or refuse_orders(source, request)
 
-    blocks = max(1, longest_that_fits(candidates_for, MOST_BLOCKS))  # if nothing fits, the plan says why
-    return plan(model, costs, batch_size=batch_size, seq_len=blocks * BLOCK, **options)
+    blocks = max(1, longest_that_fits(candidates_for, MOST_TOKENS // block))  # if nothing fits, the plan says why
+    try:
+        return plan(model, costs, batch_size=batch_size, seq_len=blocks * block, **options)
+    except ValueError:  # counted whole it may be a little larger than a part of it said
+        if blocks == 1:
+            raise
+    return plan(model, costs, batch_size=batch_size, seq_len=(blocks - max(1, blocks // 50)) * block, **options)
 
 
 @takes(CompareCall)

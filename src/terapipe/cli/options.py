@@ -254,6 +254,8 @@ def _refuse_conflicts(parsed: argparse.Namespace) -> None:
         refuse_with(f"--order {parsed.order}, which takes whole sequences", parsed, "tile", "distinct")
     if parsed.dp == 1:
         refuse_with("--dp 1", parsed, "shard")
+    if parsed.offload == "none":
+        refuse_with("--offload none", parsed, "offload_kv", "host_memory")
 
 
 def refuse_with(chosen: str, parsed: argparse.Namespace, *names: str) -> None:

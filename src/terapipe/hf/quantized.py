@@ -166,8 +166,8 @@ def _why_not(kind: str) -> str:
 
 
 def torchao_config(quantization: Any) -> Any:
-    """torchao's own configuration in a quantization of transformers, as an object; of those for single modules, the one
-    for the rest or else the first.
+    """torchao's own configuration in a quantization of transformers, as an object; of an ``FqnToConfig`` its
+    ``_default``, or else the first that is not None.
 
     Args:
         quantization: As ``quantization_of`` returns it, with the method torchao.

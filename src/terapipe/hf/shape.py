@@ -4,6 +4,7 @@ The planner's formulas (costs, memory) are those of a GPT. Any decoder costs abo
 token by as many parameters and caches as many numbers for it, so that GPT stands for it.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,6 +105,8 @@ def _torchao_bytes(parameter: Tensor, config: Any) -> int:
     quantization: Any = import_extra("torchao.quantization", "quantized", "a model that torchao quantizes")
     outputs, inputs = parameter.shape
     layer = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=parameter.dtype)
+    config = copy.copy(config)
+    config.set_inductor_config = False  # of the whole process
     quantization.quantize_(layer, config)
     return bytes_of(layer.weight)
 

@@ -227,8 +227,9 @@ def own_mebibytes() -> float:
 
 def _check_counts(plan: Plan, reports: Sequence[RankReport]) -> None:
     slices, stages = float(len(plan.slices)), float(plan.num_stages)
+    least = min(s.size * s.length for s in plan.slices) / (plan.batch_size * plan.seq_len)  # of the mean, for one stage
     for rank, report in enumerate(reports):
-        if report.loss != stages or set(report.backwards) != {slices}:
+        if abs(report.loss - stages) > least / 2 or set(report.backwards) != {slices}:
             raise PipelineError(
                 f"every one of {slices:g} slices must go through {stages:g} stages, forwards and backwards; on rank "
                 f"{rank} slices saw {report.loss:g} stages, and stages had {report.backwards} backwards"

@@ -57,15 +57,19 @@ class ForkedRanks:
         context.set_forkserver_preload(["__main__", function.__module__, "terapipe.runtime", __name__])
         self._answers: dict[int, Answer] = {}
         self._processes, self._connections = [], list[Connection]()
-        with on_loopback():
-            for rank in range(size):
-                ours, theirs = context.Pipe(duplex=False)
-                work = (rank, size, self._store.port, theirs, function, args)
-                process = context.Process(target=_serve, args=work, daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._connections.append(ours)
+        try:
+            with on_loopback():
+                for rank in range(size):
+                    ours, theirs = context.Pipe(duplex=False)
+                    work = (rank, size, self._store.port, theirs, function, args)
+                    process = context.Process(target=_serve, args=work, daemon=True)
+                    process.start()
+                    theirs.close()
+                    self._processes.append(process)
+                    self._connections.append(ours)
+        except BaseException:  # those that run already would wait for the rest
+            self._end()
+            raise
 
     def kill(self, rank: int) -> None:
         """Ends a rank as a crash would.
@@ -109,6 +113,9 @@ class ForkedRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:

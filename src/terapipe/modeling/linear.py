@@ -320,7 +320,8 @@ class _ProjectQuantized(torch.autograd.Function):
         ctx.versions = [part._version for part in parts_of(weight)]
         if recalled[0] is not None:
             return recalled[0]
-        with torch._C._AutoDispatchBelowADInplaceOrView():  # models may not change a view behind a Function in place
+        # Otherwise autograd would take the output for a view, which models may then not change in place.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
             return F.linear(x, weight, bias)
 
     @staticmethod

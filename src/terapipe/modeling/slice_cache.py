@@ -57,7 +57,8 @@ class SliceContext:
         calls: How often each module has called attention since the cache was entered.
         checkpointed: Which forward of a checkpointed layer is running: the "first", or "again" in the backward.
         recall: What the first leaves to the other, of a layer whose products are not computed again.
-        has_recalled: Whether there has been such a layer: a checkpoint inside of it is computed again after it.
+        has_recalled: Whether there has been such a layer. A checkpoint inside of it computes its part again when the
+            layer's own second forward is over, and must then take the same path through linear layers.
         is_in_forward: Whether the slice's forward is running.
         own_task: Autograd's number of the running backward of the slice.
         saved: Takes what a forward keeps for its backward, if the slice is offloaded.
@@ -227,6 +228,7 @@ class SliceCache:
         current: The slice that is being computed, see ``SliceContext``.
         casts: Weights in another dtype, made once for all slices; several caches may share it.
         gradient_room: Where tensors for gradients of keys and values come from; several caches may share it.
+        drawn: Random numbers that were drawn for whole sequences, of which each slice takes its part, by name.
     """
 
     def __init__(self, seq_len: int) -> None:
@@ -243,6 +245,7 @@ class SliceCache:
         self._visible: dict[tuple[int, int, int | None, int | None], Visibility] = {}
         self._positions: Tensor | None = None  # of all tokens, where documents begin inside sequences
         self.casts: dict[Tensor, Tensor] = {}
+        self.drawn: dict[str, Tensor] = {}
         # By layer and start of the slice, for layers that are computed again.
         self._attention: dict[tuple[Hashable, int], _Attention] = {}
 
@@ -457,6 +460,7 @@ class SliceCache:
         self._outgoing.clear()
         self.current = SliceContext(0, 0)
         self._attention.clear()
+        self.drawn.clear()
         self.casts = {}
 
     def next_states(self) -> list[Tensor]:

@@ -22,6 +22,7 @@ from terapipe.planning.device import Link
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory, parameters
+from terapipe.planning.optimizer_state import state_bytes
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.recompute import Recompute
 
@@ -89,6 +90,7 @@ class AnalyticCost:
         early_stop: Whether full recomputation is by layers and ends before the last product of each, whose output no
             backward needs, as torch's checkpoints that are not reentrant. Ours, by stages, needs it in the next layer.
         products_again: Share of a layer's products that light recomputation computes again. Ours none.
+        optimizer: Whose state a step reads and writes, one of ``OPTIMIZERS``; None: that of the device's description.
     """
 
     config: GPTConfig
@@ -104,6 +106,7 @@ class AnalyticCost:
     hosted: bool = True
     early_stop: bool = False
     products_again: float = 0.0
+    optimizer: str | None = None
 
     def with_recompute(self, mode: Recompute) -> "AnalyticCost":
         """The same costs, with backwards that compute activations again."""
@@ -192,11 +195,33 @@ class AnalyticCost:
         return not self.cluster.host.device.accelerator
 
     def per_step(self, stages: Sequence[StageSpec]) -> float:
-        device = self.cluster.host.device
-        count = parameters(self.config, stages) / self.layout.tp if self.ends else self._layer_parameters(stages)
-        # The optimizer reads and writes weights and its state; of a sharded model, each replica its part.
-        optimizer = count / self.layout.shards * (2 * device.element + 2 * device.state) / device.bandwidth
-        return optimizer + self._all_reduce_gradients(count) + self._tied_exchange(stages)
+        update = self._parameters(stages) / self.layout.shards * self._update_time
+        return update + self.sums_over_replicas(stages) + self._tied_exchange(stages)
+
+    def sums_over_replicas(self, stages: Sequence[StageSpec]) -> float:
+        """Seconds in which gradients are summed over replicas once per step.
+
+        Args:
+            stages: All stages of a rank.
+        """
+        return self._all_reduce_gradients(self._parameters(stages))
+
+    def _parameters(self, stages: Sequence[StageSpec]) -> float:
+        return parameters(self.config, stages) / self.layout.tp if self.ends else self._layer_parameters(stages)
+
+    @cached_property
+    def _update_time(self) -> float:
+        """Seconds for each parameter. An optimizer reads and writes weights and its state; of a sharded model, each
+        replica its part. One on the host does that in the host's memory, of which a device has a share that it can fill
+        from both directions; and gradients and weights are copied meanwhile, through the same memory."""
+        device, host = self.cluster.host.device, self.cluster.host
+        if self.optimizer is None:
+            return (2 * device.element + 2 * device.state) / device.bandwidth
+        weight = 4 if self.autocast else device.element
+        state = state_bytes(self.optimizer, weight, master=True)
+        if state.host:
+            return (2 * state.host + 2 * weight) / (2 * host.copies.bandwidth)
+        return (2 * weight + 2 * state.device) / device.bandwidth
 
     # One layer
 

@@ -11,6 +11,7 @@ sgd             nothing
 from typing import NamedTuple
 
 OPTIMIZERS = ("adamw", "adamw-8bit", "adamw-offload", "sgd")
+WHOLE_PARAMETERS = ("adamw-8bit", "adamw-offload")  # neither takes shards: blocks of scales, copies on the host
 BLOCK, SCALE = 256, 4  # values that share a scale, and its bytes
 
 

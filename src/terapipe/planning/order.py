@@ -27,8 +27,8 @@ def all_microbatches(work: InFlight) -> float:
 class Order:
     """An entry of ``ORDERS``. To add an order, write its ``build`` function and ``register`` it.
 
-    The fields from ``unsliced_twin`` on only guide the search and the cuts of packed batches. If they are wrong, planning takes longer
-    or misses a good plan, but the results of training stay exact.
+    The fields from ``unsliced_twin`` on only guide the search and the cuts of packed batches. If they are wrong,
+    planning takes longer or misses a good plan, but the results of training stay exact.
 
     Attributes:
         name: As in ``Plan.order`` and on the command line.

@@ -1,6 +1,6 @@
 """Shapes of models, to build a GPT with and to plan with. No torch here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -152,6 +152,15 @@ class ModelSpec:
         False  # whether the embedding and the head may be stages of their own: PipelineModel.has_bare_ends
     )
     frozen: FrozenLayers | None = None  # where most weights of layers are; None if all are trained
+
+    def compiled(self, *, fused: bool = False) -> "ModelSpec":
+        """The same model with compiled layers. Light recomputation cannot look into them.
+
+        Args:
+            fused: Whether their linear layers stay outside of what is compiled, as those of our GPT.
+        """
+        modes = tuple(mode for mode in self.recompute_modes if mode != "light")
+        return replace(self, recompute_modes=modes, fused_grads=fused)
 
 
 def gpt_config(text: str) -> GPTConfig:

@@ -393,9 +393,8 @@ class Simulation:
         cost = self.cost
         if not (self.setup.overlapped_sums and isinstance(cost, AnalyticCost)):
             return 0.0
-        alone = replace(cost, layout=replace(cost.layout, dp=1))
         backward = sum(float(cost.backward(stage, self.setup.microbatch, self.setup.seq_len, 0)) for stage in stages)
-        return min(cost.per_step(stages) - alone.per_step(stages), backward)
+        return min(cost.sums_over_replicas(stages), backward)
 
     @cached_property
     def longest_span(self) -> float:

@@ -1,4 +1,5 @@
-"""Performs one rank's list of actions: a method for each kind. B and I share one; W in a row are one call.
+"""Performs one rank's list of actions, with a method for each ``Op``. Whole backwards (B) and input halves (I) share
+one; weight halves (W) that follow each other are done by one call.
 
 The list is worked out before (``ActionLists``), so the loop (``Executor._perform_all``) decides nothing. Two slices on
 the second of three stages, by an order that runs all forwards first::

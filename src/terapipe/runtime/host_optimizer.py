@@ -6,11 +6,13 @@ gradients after that, clipping above all, would not reach the copy. So its hooks
     GPU    backward   clip    | g0 -->  g1 -->  g2 -->             p0 <--  p1 <--  p2 <--
     host                      |         update 0  update 1  update 2
 
-Copies and updates of different parameters overlap, as ever; only copies and the backward no longer do. With a norm of
-all gradients they could not: it is known when the last of them is there.
+Copies and updates of different parameters overlap, as ever; only copies and the backward no longer do. Clipping by a
+norm of all gradients forbids that anyway: the norm is known when the last of them is there.
 
 torchao's copy of a weight is made once, when the optimizer is. Whoever changes weights later (a checkpoint that is
 loaded) would see them overwritten by the next step. Here a weight that has changed since the last step is copied again.
+Torch does not count changes through ``.data``, so they are not seen: write ``with torch.no_grad(): p.clamp_(-1, 1)``.
+Of weights with float32 copies (``MasterAdamW``) both must be changed, as on the device.
 """
 
 from collections.abc import Callable, Iterator, MutableMapping
@@ -34,7 +36,8 @@ class HostOptimizer(Optimizer):
         params: Parameters or groups of them, on GPUs. None may be a shard of a larger one.
         optimizer_class: Which updates on the host.
         minimal_size: As torchao has it.
-        offload_gradients: As torchao has it. Gradients are dropped in ``step``, so accumulation is no obstacle here.
+        offload_gradients: As torchao has it. Gradients are dropped in ``step``, so accumulation is no obstacle here;
+            those of parameters under ``minimal_size`` stay.
         **options: Those of ``optimizer_class``.
     """
 
@@ -47,10 +50,8 @@ class HostOptimizer(Optimizer):
         offload_gradients: bool = False,
         **options: Any,
     ) -> None:
-        listed = list(params)
-        groups = [dict(g) for g in listed] if listed and isinstance(listed[0], dict) else [{"params": listed}]
+        groups = _groups_of(params)
         for group in groups:
-            group["params"] = list(group["params"])
             _refuse(group["params"])
         if optimizer_class is AdamW:
             options = {"fused": True, **options}  # as torchao has it
@@ -118,6 +119,7 @@ class HostOptimizer(Optimizer):
                         "a parameter was frozen when the optimizer was made, and torchao's CPUOffloadOptimizer takes "
                         "no more later; make the optimizer after requires_grad is set"
                     )
+        self._inner.queue.clear()  # of a step that did not come to its end
         for p, take in self._takes.items():
             if p._version != self._versions[p]:
                 self._inner.param_d2h_map[p].copy_(p)
@@ -128,19 +130,28 @@ class HostOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state; tensors go where this optimizer has them, in their own dtype.
+        """Loads a state; tensors go where this optimizer has them.
 
         Args:
             state_dict: As ``state_dict`` returns it.
         """
+        states: dict[Tensor, dict[str, Any]] = {}
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            numbers = saved["params"]
             group.update({name: value for name, value in saved.items() if name != "params"})
-            for number, p in zip(numbers, group["params"], strict=True):
-                if number in state_dict["state"]:
-                    device = self.state.device_of(p)  # type: ignore[attr-defined]
-                    entries = state_dict["state"][number].items()
-                    self.state[p] = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in entries}
+            numbered = zip(saved["params"], group["params"], strict=True)
+            states |= {p: state_dict["state"][n] for n, p in numbered if n in state_dict["state"]}
+        for p, host in self._inner.optim_dict.items():
+            _load_states(host, [states.get(p)])
+        if self._inner.d_opt is not None:
+            small = [p for group in self._inner.d_opt.param_groups for p in group["params"]]
+            _load_states(self._inner.d_opt, [states.get(p) for p in small])
+
+
+def _load_states(optimizer: Optimizer, states: list[dict[str, Any] | None]) -> None:
+    """Gives an optimizer the states of its parameters, in order. It loads them itself: it may want float32 copies that
+    the optimizer which saved them had not."""
+    present = {number: state for number, state in enumerate(states) if state is not None}
+    optimizer.load_state_dict({"state": present, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 class HostStates(MutableMapping[Tensor, dict[str, Any]]):
@@ -158,14 +169,6 @@ class HostStates(MutableMapping[Tensor, dict[str, Any]]):
         if p in self._inner.optim_dict:
             return self._inner.optim_dict[p].state, self._inner.param_d2h_map[p]
         return ({} if self._inner.d_opt is None else self._inner.d_opt.state), p
-
-    def device_of(self, p: Tensor) -> torch.device:
-        """Where the state of a parameter is.
-
-        Args:
-            p: The parameter on its device.
-        """
-        return self._place(p)[1].device
 
     def __contains__(self, p: object) -> bool:
         assert isinstance(p, Tensor)
@@ -215,20 +218,41 @@ def is_torchao_class(kind: Any, *, itself: bool = False) -> bool:
     return any(base.__module__.startswith("torchao.") and base.__name__ == "CPUOffloadOptimizer" for base in bases)
 
 
-def _refuse(parameters: list[Tensor]) -> None:
-    """Refuses what torchao would assert, or get wrong, and says what to do."""
-    trained = [p for p in parameters if p.requires_grad]
-    if any(isinstance(p, DTensor) for p in trained):
+def refuse_host_state(device: torch.device, *, in_parts: bool) -> None:
+    """Refuses what torchao would assert, or get wrong, and says what to do.
+
+    Args:
+        device: Of a parameter.
+        in_parts: Whether it is a shard.
+    """
+    if in_parts:
         raise ValueError(
             "an optimizer with its state on the host (torchao's CPUOffloadOptimizer) needs whole parameters, got "
             "shards; take tp=1 and shard=False, or another optimizer"
         )
-    device = next((p.device for p in trained if p.device.type not in ("cuda", "xpu")), None)
-    if device is not None:
+    if device.type not in ("cuda", "xpu"):
         raise ValueError(
             "an optimizer with its state on the host (torchao's CPUOffloadOptimizer) needs parameters on a GPU, got "
             f"some on {device}, whose memory is the host's already; take AdamW itself (optimizer.name = 'adamw')"
         )
+
+
+def _refuse(parameters: list[Tensor]) -> None:
+    for p in parameters:
+        if p.requires_grad:
+            refuse_host_state(p.device, in_parts=isinstance(p, DTensor))
+
+
+def _groups_of(params: Any) -> list[dict[str, Any]]:
+    """Groups with lists of parameters, of all that torch's optimizers take: parameters, pairs of name and parameter,
+    or groups of either, of which one may also be a single parameter."""
+    listed = list(params)
+    groups = [dict(g) for g in listed] if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    for group in groups:
+        own = group["params"]
+        members = [own] if isinstance(own, Tensor) else list(own)
+        group["params"] = [member[1] if isinstance(member, tuple) else member for member in members]
+    return groups
 
 
 def _remove_hook(p: Tensor, inner: Any) -> Callable[[Tensor], None]:

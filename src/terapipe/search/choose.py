@@ -16,12 +16,11 @@ from terapipe.search.offload import least_offload, may_offload, may_offload_to_f
 from terapipe.search.refine import hill_climb, refine, with_few_lengths, with_less_recompute
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
-from terapipe.search.smallest import Smallest, smallest
+from terapipe.search.smallest import NEAR, Smallest, smallest
 from terapipe.search.source import Source
 
 WORK = 60_000  # computations to simulate for each row
 TRIES = 8  # candidates of a row to count the bytes of, although they probably do not fit
-NEAR = 1.2  # times the budget: larger ones are not tried if there is a plan that fits
 OPTIMISM = 0.9  # of the formula's step time: what is hoped for before anything similar was simulated
 OFFLOAD_TRIES = 12  # candidates to try with slices offloaded that do not fit without
 ABANDON = 1.25  # times the best so far: simulations that take longer for certain are not completed
@@ -52,13 +51,13 @@ def choose(source: Source, request: Request, progress: Progress = silent) -> Pla
     """
     pool = candidates(source, request)
     if not pool:
-        _refuse_orders(source, request)
-    if not (least := smallest(pool)).fits:
+        refuse_orders(source, request)
+    if (least := smallest(pool)).excess > NEAR:
         refuse_budget([least.estimate()])
     estimates = best_rows(pool, source, request, progress, far=FAR)
     rows = _confirm([e for e in estimates if not e.name.endswith(EQUAL)]) or _confirm([_from_smallest(least)])
-    if not rows:  # it is too long to count whole, and a little larger than a part of it said
-        refuse_budget([least.estimate()])
+    if not rows:  # also where it was too long to count whole, and is a little larger than a part of it said
+        refuse_budget([least.evaluator.confirm(least.estimate())])
     picked = pick(rows)
     runners_up = tuple(sorted((e for e in rows if e is not picked), key=preference))
     chosen = _without_shards(picked)
@@ -220,7 +219,7 @@ def best_rows(
         if best.fits:
             limit = min(limit, far * best.step_time)
     if not best_by_title:
-        _refuse_orders(source, request)
+        refuse_orders(source, request)
     if request.offload is None and not source.knows_host and not any(e.fits for e in best_by_title.values()):
         for title, e in best_by_title.items():
             best_by_title[title] = replace(least_offload(evaluator_of(e), e), name=e.name)
@@ -523,7 +522,13 @@ def evaluator_of(estimate: PlanEstimate) -> PlanEvaluator:
     return estimate.evaluator.with_recompute(estimate.plan.recompute_modes[-1])
 
 
-def _refuse_orders(source: Source, request: Request) -> NoReturn:
+def refuse_orders(source: Source, request: Request) -> NoReturn:
+    """Says that no order has a plan at all, and why.
+
+    Args:
+        source: Model and devices.
+        request: Which may have fixed an order, chunks or ranks.
+    """
     limited = ", ".join(f"{order.name} {order.chunks}" for order in ORDERS.values() if order.chunks)
     raise ValueError(
         f"order {request.order!r} with {request.chunks or 'any'} chunks per rank has no plan on {source.name}: every "

@@ -1,8 +1,9 @@
 """Refines a good plan: other numbers of slices, the solver's cuts, cuts shifted one by one, less recomputation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from math import inf
 
 import numpy as np
@@ -233,7 +234,7 @@ def improve(lengths: Lengths, objective: Callable[[Lengths], float], tile: int, 
     stride = max(tile, max(lengths) // 4 // tile * tile)
     while tries > 0 and len(lengths) > 1:
         better = None
-        for changed in _moves(lengths, stride)[:tries]:
+        for changed in islice(_moves(lengths, stride), tries):
             tries -= 1
             value = objective(changed)
             if value < best * (1 - 1e-9):
@@ -248,17 +249,15 @@ def improve(lengths: Lengths, objective: Callable[[Lengths], float], tile: int, 
     return lengths
 
 
-def _moves(lengths: Sequence[int], stride: int) -> list[Lengths]:
+def _moves(lengths: Sequence[int], stride: int) -> Iterator[Lengths]:
     """All ways to move ``stride`` tokens from one slice to a neighbor."""
-    moves = []
     for i in range(len(lengths)):
         for j in (i - 1, i + 1):
             if 0 <= j < len(lengths) and lengths[i] > stride:
                 changed = list(lengths)
                 changed[i] -= stride
                 changed[j] += stride
-                moves.append(tuple(changed))
-    return moves
+                yield tuple(changed)
 
 
 def with_less_recompute(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:

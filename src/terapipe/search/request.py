@@ -7,6 +7,7 @@ from typing import Any
 
 from terapipe.planning.layout import Layout
 from terapipe.planning.limits import LARGEST, check_whole_number
+from terapipe.planning.optimizer_state import WHOLE_PARAMETERS
 from terapipe.planning.options import PlanOptions
 from terapipe.planning.order import order_named
 from terapipe.planning.recompute import MODES, Recompute
@@ -112,6 +113,14 @@ def layouts(source: Source, request: Request) -> list[Layout]:
             f"got {request.tp}"
         )
     options = [layout for layout in options if layout.tp in source.tensor_degrees()]
+    if request.optimizer in WHOLE_PARAMETERS:
+        whole = [layout for layout in options if layout.tp == 1 and not layout.shard]
+        if options and not whole:
+            raise ValueError(
+                f"optimizer={request.optimizer!r} takes whole parameters, without tensor parallel and shards, got "
+                f"{options[0]}; take tp=1 and shard=False, or optimizer='adamw'"
+            )
+        options = whole
     if not options:
         raise ValueError(
             f"no layout dp x pp x tp uses all {source.devices} devices of {source.name} with at most "

@@ -13,8 +13,9 @@ shrinks with it, the rest does not, so two numbers of slices say what no number 
       +------------------------- slices
         n   2n   4n       8n
 
-``choose`` asks first whether anything fits, and refuses the request if nothing does. So ``longest`` ends where the
-planner, too, says that nothing longer fits.
+``choose`` asks first whether anything fits, and refuses the request at once if these plans miss by more than ``NEAR``:
+none of the others is so much smaller. ``longest`` ends where these plans end; the search may find a plan for a few
+tokens more.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ FIRST = 32  # slices to begin with, if there may be so many
 MOST = 1 << 15  # computations of the largest plan to try
 Name = tuple[bool, int]  # of a shape: whether stages have equally many layers; the place of what is offloaded
 SAME = 0.98  # of the limit: what counting in tiles may change of it
+NEAR = 1.2  # times what there is: plans that need so much may have smaller ones beside them, which nobody counted
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Kind:
         for count in self._counts(evaluator, shape):
             own = self._evaluate(evaluator, name, shape, count)
             best = own if best is None or own.excess < best.excess else best
-            if own.fits or own.needs.device <= (evaluator.budget or inf):  # if the host is full, slices do not help
+            if own.fits:
                 break
             if 1 < last[0] < count:
                 limit = (count * own.needs.device - last[0] * last[1]) / (count - last[0])
@@ -137,7 +139,7 @@ class Kind:
         if 1 in self.counts or FIRST * work > MOST:
             yield min(self.counts)
         count = FIRST
-        while count <= most and count * work <= MOST:
+        while count <= most and (count * work <= MOST or count <= 2 * FIRST):  # two say what no number can get below
             yield count
             count *= 2
 

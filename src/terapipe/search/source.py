@@ -125,6 +125,7 @@ class ClusterSource:
             sequence_parallel=self.sequence_parallel,
             scatter=self.scatter,
             batched=self.batched,
+            optimizer=self.optimizer,
         )
 
     def memory(self, layout: Layout) -> Memory:

@@ -34,11 +34,12 @@ from terapipe.planning.layout import Layout
 from terapipe.planning.optimizer_state import state_bytes
 from terapipe.planning.options import CostOptions, PlanOptions, values_of
 from terapipe.planning.order import all_microbatches, order_named
+from terapipe.planning.presets import ModelSpec
 from terapipe.planning.slices import Plan, even_lengths, microbatch_sizes
 from terapipe.runtime.calibration import host_here
 from terapipe.runtime.dry_run import dry_run
 from terapipe.search.request import Request
-from terapipe.trainers.config import PipelineConfig
+from terapipe.trainers.config import PipelineConfig, spec_of
 
 TRIES = 5  # plans that are counted, at most, before the one that needs least is taken
 SHORTEST = 64  # tokens of a slice of the plan that needs least: shorter ones save little
@@ -58,6 +59,8 @@ class BudgetPlanner:
         device: Where it runs.
         autocast: Under which steps run.
         ready: A context in which the model can be copied and run.
+        compiled: Whether its layers will be compiled.
+        noisy: Whether noise on embeddings, drawn for whole sequences, waits for their slices.
     """
 
     decoder: Decoder
@@ -65,6 +68,8 @@ class BudgetPlanner:
     device: torch.device
     autocast: Autocast
     ready: Callable[[], AbstractContextManager[None]]
+    compiled: bool = False
+    noisy: bool = False
 
     def __post_init__(self) -> None:
         self._plans: dict[tuple[int, int], Plan] = {}
@@ -112,7 +117,7 @@ class BudgetPlanner:
 
     def _excess(self, rows: int, tokens: int) -> int:
         """By how many bytes the GPT of the planner has more of weights, gradients and optimizer state."""
-        spec, request = api.model_spec(self.decoder), Request(rows, tokens)
+        spec, request = self._spec, Request(rows, tokens)
         memory = api.source_of(spec, self._described(), request, CostOptions(**self._casts)).memory(Layout())
         stage = StageSpec(self.decoder.num_layers, first=True, last=True)
         copies = memory.model_state(stage) + memory.gradients(stage).during
@@ -128,7 +133,7 @@ class BudgetPlanner:
         fixed["num_slices"] = config.slices or config.num_slices
         fixed["microbatch_size"] = min(config.microbatch_size or rows, rows)
         options = values_of(config, PlanOptions) | fixed | self._casts
-        return api.plan(self.decoder, self._described(), batch_size=rows, seq_len=tokens, **options).plan
+        return api.plan(self._spec, self._described(), batch_size=rows, seq_len=tokens, **options).plan
 
     def _least(self, rows: int, tokens: int) -> tuple[Plan, int]:
         """The plan that needs least memory of those with equal slices, and its bytes."""
@@ -156,9 +161,13 @@ class BudgetPlanner:
             state=self._state, attention=self._attention, blas=blas, device=torch.device(self.device.type),
             values=order_named(plan.order).in_flight is all_microbatches,
         )  # fmt: skip
-        return run.peak
+        return run.peak + self.noisy * plan.batch_size * plan.seq_len * self.decoder.shape.hidden * self._element
 
     # What the planner is told of model and device
+
+    @property
+    def _spec(self) -> ModelSpec:
+        return spec_of(self.decoder, compiled=self.compiled)
 
     @property
     def _casts(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from terapipe.planning.limits import check_whole_number
 from terapipe.planning.optimizer_state import OPTIMIZERS
 from terapipe.planning.options import PlanOptions, values_of, with_default
 from terapipe.planning.order import ORDERS
+from terapipe.planning.presets import ModelSpec
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
 from terapipe.search.result import PlanResult
@@ -113,7 +114,14 @@ class PipelineConfig(PlanOptions):
         return layout
 
     def plan_for(
-        self, decoder: Decoder, layout: Layout, batch_size: int, seq_len: int | None, recompute: Recompute
+        self,
+        decoder: Decoder,
+        layout: Layout,
+        batch_size: int,
+        seq_len: int | None,
+        recompute: Recompute,
+        *,
+        compiled: bool = False,
     ) -> Plan:
         """The plan of one replica.
 
@@ -123,12 +131,14 @@ class PipelineConfig(PlanOptions):
             batch_size: Sequences per batch of a replica.
             seq_len: Tokens per sequence, if this does not say it itself.
             recompute: What the backward computes again, if this does not say it itself.
+            compiled: Whether layers will be compiled.
         """
         if isinstance(self.plan, Plan | PlanResult):
             return self.plan if isinstance(self.plan, Plan) else self.plan.plan
         recompute = self.recompute or recompute
         if self.plan == "auto":
-            return self._choose(decoder, layout, batch_size, self.seq_len or seq_len, recompute)
+            seq_len = self.seq_len or seq_len
+            return self._choose(decoder, layout, batch_size, seq_len, recompute, compiled=compiled)
         slices = self.slices or self.num_slices or max(8, 4 * layout.pp)
         size = self.microbatch_size or (batch_size if layout.pp == 1 else 1)
         chunks = self.chunks or ORDERS[self.order].chunks or 1
@@ -139,7 +149,14 @@ class PipelineConfig(PlanOptions):
         )  # fmt: skip
 
     def _choose(
-        self, decoder: Decoder, layout: Layout, batch_size: int, seq_len: int | None, recompute: Recompute
+        self,
+        decoder: Decoder,
+        layout: Layout,
+        batch_size: int,
+        seq_len: int | None,
+        recompute: Recompute,
+        *,
+        compiled: bool,
     ) -> Plan:
         """Measures the model, and chooses by all knobs."""
         if seq_len is None:
@@ -150,4 +167,16 @@ class PipelineConfig(PlanOptions):
         if self.recompute is None and self.memory is None:
             options["recompute"] = recompute
         options["optimizer"] = self.optimizer
-        return api.plan(decoder, profile, batch_size=batch_size * layout.dp, seq_len=seq_len, **options).plan
+        spec = spec_of(decoder, compiled=compiled)
+        return api.plan(spec, profile, batch_size=batch_size * layout.dp, seq_len=seq_len, **options).plan
+
+
+def spec_of(decoder: Decoder, *, compiled: bool) -> ModelSpec:
+    """What the planner must know about a model.
+
+    Args:
+        decoder: The model.
+        compiled: Whether its layers will be compiled.
+    """
+    spec = decoder.planning_spec()
+    return spec.compiled() if compiled else spec

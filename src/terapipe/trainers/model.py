@@ -119,12 +119,14 @@ def pipelined(
     def make(plan: Plan | None) -> Made:
         with ready():
             decoder = Decoder(model, router_loss_over="batch")  # as transformers has it
-            planner = BudgetPlanner(decoder, config, device, autocast, ready) if config.plans_each_batch else None
+            planner, compiled = None, compile_backend is not None
+            if config.plans_each_batch:
+                planner = BudgetPlanner(decoder, config, device, autocast, ready, compiled, noise is not None)
             if plan is None and planner is not None and (config.seq_len or seq_len):
                 plan = planner.plan_for(batch_size, config.seq_len or seq_len or 1)
             if plan is None:
                 with autocast.on():  # as steps will be
-                    plan = config.plan_for(decoder, layout, batch_size, seq_len, recompute)
+                    plan = config.plan_for(decoder, layout, batch_size, seq_len, recompute, compiled=compiled)
             loss_fn = classification() if is_classifier(inner) else None
             pipe = Pipeline(
                 decoder, plan, loss_fn=loss_fn, mesh=mesh, shard=layout.shard, vary="replan", device=device,

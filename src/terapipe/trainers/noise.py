@@ -13,13 +13,14 @@ others take what the first left.
 
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from terapipe.hf.stage import DecoderStage
-from terapipe.modeling.slice_cache import SliceCache, current_cache
+from terapipe.modeling.slice_cache import current_cache
+
+NOISE = "noise of embeddings"  # among what caches have
 
 
 class EmbeddingNoise:
@@ -35,7 +36,6 @@ class EmbeddingNoise:
 
     def __init__(self, alpha: float, is_on: Callable[[], bool]) -> None:
         self._alpha, self._is_on = alpha, is_on
-        self._noise: WeakKeyDictionary[SliceCache, Tensor] = WeakKeyDictionary()
 
     def attach(self, stages: Iterable[nn.Module]) -> None:
         """Puts a hook on the embedding of each stage that embeds tokens.
@@ -53,8 +53,8 @@ class EmbeddingNoise:
         if not (module.training and self._is_on()) or cache is None:
             return output
         if cache.context == 0:
-            self._noise[cache] = self._draw(output, cache.seq_len)
-        return output + self._noise[cache][:, cache.context : cache.end]
+            cache.drawn[NOISE] = self._draw(output, cache.seq_len)
+        return output + cache.drawn[NOISE][:, cache.context : cache.end]
 
     def _draw(self, like: Tensor, tokens: int) -> Tensor:
         """Noise for so many tokens of each row."""

@@ -12,13 +12,15 @@ from transformers import PreTrainedModel
 
 from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.decoder import Decoder
-from terapipe.hf.quantized import quantization_of
+from terapipe.hf.quantized import has_quantized
 from terapipe.hf.refusals import find_dropouts, refuse_unfit, untrainable
 from terapipe.hf.routers import with_router_logits
 from terapipe.hf.verify.small_model import shrink_config, small_model
 from terapipe.planning.layout import Layout
 from terapipe.planning.recompute import Recompute
-from terapipe.runtime.host_optimizer import is_torchao_class
+from terapipe.planning.slices import Plan
+from terapipe.runtime.host_optimizer import HostOptimizer, is_torchao_class, refuse_host_state
+from terapipe.search.result import PlanResult
 from terapipe.trainers.config import PipelineConfig
 
 PER_LAYER = ("layerwise", "lomo")  # how the names of optimizers end that update weights as soon as a gradient is there
@@ -52,6 +54,8 @@ def refuse_arguments(trainer: Any, layout: Layout) -> None:
             f"optim={optim!r} does not go with {layout}: its states are quantized in blocks of whole parameters, and "
             "shards would have other blocks; take tp=1 and shard=False, or another optimizer"
         )
+    if optimizer_of(trainer) == "adamw-offload":
+        refuse_host_state(args.device, in_parts=layout.tp > 1 or layout.shard)
     synced = several and getattr(args, "sync_ref_model", False)
     rebalanced = several and args.train_sampling_strategy == "batch_rebalance"
     named = {
@@ -88,14 +92,15 @@ def refuse_arguments(trainer: Any, layout: Layout) -> None:
 
 
 def optimizer_of(trainer: Any) -> str:
-    """Whose state counts within a memory budget. Optimizers that are not named there count as AdamW, which has as much
-    state as any.
+    """Whose state counts within a memory budget, as ``PipelineConfig.optimizer`` names it. Optimizers that it has no
+    name for count as AdamW, which has as much state as any.
 
     Args:
         trainer: Whose arguments name one, or which was given another.
     """
     chosen, args = getattr(trainer, "optimizer_cls_and_kwargs", None), trainer.args
-    if is_torchao_class(chosen[0] if chosen else type(getattr(trainer, "optimizer", None))):
+    kind = chosen[0] if chosen else type(getattr(trainer, "optimizer", None))
+    if kind is HostOptimizer or is_torchao_class(kind):
         return "adamw-offload"
     optim = str(getattr(args.optim, "value", args.optim))
     if "adam" in optim and "8bit" in optim:
@@ -153,16 +158,19 @@ def refuse_compiling(decoder: Decoder, config: PipelineConfig, args: Any) -> Non
 
     Args:
         decoder: The model.
-        config: Which may say tensor parallel, or a mode of recomputation.
+        config: Which may say tensor parallel, a mode of recomputation, or a plan with either.
         args: The trainer's ``TrainingArguments``.
     """
+    plan = config.plan.plan if isinstance(config.plan, PlanResult) else config.plan
+    modes = plan.recompute_modes if isinstance(plan, Plan) else (config.recompute,)
+    tp = config.plan.layout.tp if isinstance(config.plan, PlanResult) else config.tp
     reasons = {
         f"{type(decoder.model).__name__} is cut through its own cache, which compiled layers would not change": (
             decoder.backend == "cache"
         ),
-        "quantized layers were not verified compiled": quantization_of(decoder.model) is not None,
-        "operators of compiled layers are not split over devices (tp)": config.tp > 1,
-        "recompute='light' cannot look into compiled layers": config.recompute == "light",
+        "quantized layers were not verified compiled": has_quantized(decoder.model),
+        "operators of compiled layers are not split over devices (tp)": tp > 1,
+        "recompute='light' cannot look into compiled layers": "light" in modes,
     }
     for reason, holds in reasons.items():
         if args.torch_compile and holds:

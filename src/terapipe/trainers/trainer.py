@@ -254,19 +254,26 @@ class PipelineMixin:
             model: Ignored: the pipeline takes its place.
         """
         self._stop_checkpointing()
-        trainer = self._trainer
+        trainer, pipe = self._trainer, self.make_pipeline().pipe  # planned for the class that was asked for
         kind, options = trainer.optimizer_cls_and_kwargs or (None, {})
         if is_torchao_class(kind, itself=True):  # takes gradients before they are clipped
             trainer.optimizer_cls_and_kwargs = HostOptimizer, options
-        optimizer: Any = super().create_optimizer(self.make_pipeline().pipe)  # type: ignore[misc]
-        if is_torchao_class(type(optimizer)):  # made by the user, or of a class of theirs
-            if trainer.lr_scheduler is not None:
-                raise ValueError(
-                    "torchao's CPUOffloadOptimizer takes gradients before they are clipped, so another takes its place "
-                    "here, which a scheduler of it does not know; leave that to the trainer: optimizers=(it, None)"
-                )
-            optimizer = trainer.optimizer = HostOptimizer.adopt(optimizer)
-        return cast(torch.optim.Optimizer, optimizer)
+        super().create_optimizer(pipe)  # type: ignore[misc]
+        self._adopt_optimizer()
+        return cast(torch.optim.Optimizer, trainer.optimizer)
+
+    def _adopt_optimizer(self) -> None:
+        """Puts ours in the place of torchao's ``CPUOffloadOptimizer``, whoever made it: the user, a class of theirs, or
+        a ``create_optimizer`` of their own, after which Trainer calls ``_wrap_model``."""
+        trainer = self._trainer
+        if not is_torchao_class(type(trainer.optimizer)):
+            return
+        if trainer.lr_scheduler is not None:
+            raise ValueError(
+                "torchao's CPUOffloadOptimizer takes gradients before they are clipped, so another takes its place "
+                "here, which a scheduler of it does not know; leave that to the trainer: optimizers=(it, None)"
+            )
+        trainer.optimizer = HostOptimizer.adopt(trainer.optimizer)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Sequences of a step over all replicas; Trainer would count every rank.
@@ -406,6 +413,8 @@ class PipelineMixin:
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Wraps nothing around the model: no DistributedDataParallel, as the pipeline sums over replicas itself."""
         self.make_pipeline()
+        if training:
+            self._adopt_optimizer()
         return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:

@@ -204,7 +204,7 @@ def _quantization(config: ModelConfig) -> Any:
     if config.quantize.startswith("torchao"):
         torchao: Any = import_extra("torchao.quantization", "quantized", "model.quantize")
         kinds = {"torchao-int8": torchao.Int8WeightOnlyConfig, "torchao-float8": torchao.Float8WeightOnlyConfig}
-        return transformers.TorchAoConfig(kinds[config.quantize]())
+        return transformers.TorchAoConfig(kinds[config.quantize](set_inductor_config=False))  # of the whole process
     import_extra("bitsandbytes", "quantized", "model.quantize")
     quantize: Any = transformers.BitsAndBytesConfig
     if config.quantize == "int8":  # without outliers, which slices would choose otherwise

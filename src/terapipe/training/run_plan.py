@@ -225,13 +225,13 @@ def _sizes(config: RunConfig) -> tuple[int, ...]:
 
 def _spec(config: RunConfig, model: RunModel) -> ModelSpec | None:
     """What the planner must know of the model. Linear layers of a GPT stay outside of what is compiled; those of other
-    models are compiled with their layers. Light recomputation cannot look into compiled layers."""
+    models are compiled with their layers."""
     if model.shape is None:
         return None
-    compiles, spec = config.model.compile, model.model.planning_spec()
-    fused, frozen = isinstance(model.model, GPT) or not compiles, None if spec is None else spec.frozen
-    modes = tuple(mode for mode in model.recompute_modes if mode != "light" or not compiles)
-    return ModelSpec(model.shape, model.min_slice, modes, fused, model.model.has_bare_ends, frozen)
+    spec = model.model.planning_spec()
+    frozen, bare_ends = None if spec is None else spec.frozen, model.model.has_bare_ends
+    spec = ModelSpec(model.shape, model.min_slice, model.recompute_modes, bare_ends=bare_ends, frozen=frozen)
+    return spec.compiled(fused=isinstance(model.model, GPT)) if config.model.compile else spec
 
 
 def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: int) -> PlanResult:

@@ -90,7 +90,8 @@ class Board:
     """The reports of all ranks, in the store through which the processes met.
 
     They are numbered as they come, so that a look costs one question however many ranks there are. All of them look
-    again and again, and one process answers: asked for each rank by name, that would be 4032 questions for 64 ranks::
+    again and again, and one process answers. If each of 64 ranks asked for every other by name, it would have to answer
+    4032 questions for every look::
 
         reports    3                     how many there are
         report1    rank 17: ...          each is read once

@@ -175,8 +175,8 @@ class Ranks:
 
     @property
     def dimensions(self) -> list[Line]:
-        """The lines along which a word reaches all ranks if each tells the next all that it has heard: first the one of
-        neighbors, so that what comes together is in the order of all ranks. One line where there is no mesh."""
+        """The dimensions of the mesh, innermost first: what is gathered along one after the other comes together on
+        every rank, in the order of ranks. One line where there is no mesh."""
         names = () if self.mesh is None or self.mesh.ndim == 1 else self.mesh.mesh_dim_names or ()
         roles = {name: role for role, name in self.mesh_dims.items()}
         return [self[roles[name]] for name in reversed(names)] or [self[ALL]]
