@@ -573,7 +573,9 @@ def source_of(spec: ModelSpec | None, costs: Costs, request: Request, options: C
             raise ValueError(f"the profile was measured with attention kernel {costs.attention}; leave attention out")
         fixed = (request.dp or 1) * (request.pp or 0) * (request.tp or 1)
         ranks = options.devices or fixed or costs.ranks
-        return ProfileSource(costs, ranks, request.tp or 1, fused, options.optimizer, frozen)
+        element, cast = ELEMENT[costs.autocast or costs.dtype], costs.autocast is not None
+        kept = None if spec is None or spec.layer_bytes is None else spec.layer_bytes(element, cast)
+        return ProfileSource(costs, ranks, request.tp or 1, fused, options.optimizer, frozen, kept)
     if not isinstance(costs, Cluster):
         raise ValueError(f"costs are a Profile, a Cluster or its name, or a CostTable, got {type(costs).__name__}")
     if spec is None:
@@ -587,7 +589,10 @@ def source_of(spec: ModelSpec | None, costs: Costs, request: Request, options: C
     if config.max_seq_len > 1:  # else positions are rotated, which takes no parameters
         config = replace(config, max_seq_len=max(config.max_seq_len, request.seq_len))
     ends, autocast = not options.layers_only, options.autocast
-    return ClusterSource(config, costs, ends, fused, autocast, optimizer=options.optimizer, frozen=frozen)
+    kept = None if spec.layer_bytes is None else spec.layer_bytes(costs.host.device.element, autocast)
+    return ClusterSource(
+        config, costs, ends, fused, autocast, optimizer=options.optimizer, frozen=frozen, layer_bytes=kept
+    )
 
 
 def _request(spec: ModelSpec | None, batch_size: int, seq_len: int, **options: Any) -> Request:

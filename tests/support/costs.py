@@ -110,6 +110,7 @@ class SimpleSource:
     budget: int | None = None
     host_budget: int | None = None
     knows_host: bool = False
+    optimizer: str | None = None
     tile: int = 8
     dtype: str = "float32"
 

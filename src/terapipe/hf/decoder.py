@@ -10,16 +10,19 @@ A Decoder computes nothing itself. It knows what was verified, and refuses by na
 a small copy, so it takes about a second whatever the size of the model, and is remembered.
 """
 
+import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.hf.adapters import AdaptedWeights, with_adapter
 from terapipe.hf.backends import Backend, UnsupportedModelError
+from terapipe.hf.layer_bytes import bytes_of_layer
 from terapipe.hf.quantized import has_quantized, method_of, quantization_of, why_packed
 from terapipe.hf.refusals import (
     find_dropouts,
@@ -48,8 +51,9 @@ from terapipe.hf.weights import (
     meta_model,
     read_config,
 )
+from terapipe.modeling.quantized import empty_as
 from terapipe.modeling.stage import PipelineModel, SumsOver, TensorParallel
-from terapipe.planning.presets import GPTConfig, ModelSpec
+from terapipe.planning.presets import GPTConfig, LayerBytes, ModelSpec
 from terapipe.planning.recompute import MODES, Recompute
 from terapipe.planning.slices import Plan
 
@@ -321,7 +325,19 @@ class Decoder(PipelineModel):
         """What the planner knows of the model: a GPT's size, the least tokens of a slice, modes of recomputation,
         whether a stage may be an end alone, and what frozen layers take."""
         frozen = frozen_layers(self.model, self.structure)
-        return ModelSpec(self.shape, self.min_slice, self.recompute_modes, bare_ends=self.has_bare_ends, frozen=frozen)
+        return ModelSpec(
+            self.shape, self.min_slice, self.recompute_modes, bare_ends=self.has_bare_ends, frozen=frozen,
+            layer_bytes=self._layer_bytes,
+        )  # fmt: skip
+
+    def _layer_bytes(self, element: int, autocast: bool) -> LayerBytes | None:
+        """What a layer keeps for its backward, as ``ModelSpec`` asks for it. Models that are cut through their own
+        cache keep more than layers show."""
+        if self.backend == "cache":
+            return None
+        dtype = torch.float32 if autocast else {2: torch.bfloat16, 4: torch.float32}.get(element, torch.float64)
+        with torch.random.fork_rng(devices=[]):
+            return bytes_of_layer(self, self.config, dtype, torch.bfloat16 if autocast else None)
 
     def traits(self) -> dict[str, Any]:
         """What must be equal on all ranks, see ``PipelineModel``: class, backend, configuration, adapters, losses of
@@ -377,6 +393,26 @@ class Decoder(PipelineModel):
         if tp is not None:
             stage.parallelize(tp)
         return stage
+
+    def fake_copy(self, device: torch.device) -> "Decoder":
+        """A copy whose weights have shapes but no numbers, for dry runs. It is called where new tensors are fake.
+
+        Args:
+            device: Of the copy's weights.
+        """
+        if any(p.is_meta for p in self.model.parameters()) and quantization_of(self.model) is not None:
+            raise UnsupportedModelError(
+                f"the weights of {type(self.model).__name__} are quantized as they are read, so nothing is known of "
+                "their bytes before; make a Decoder of a model that is loaded, or leave the dry run out"
+            )
+        fakes: dict[int, object] = {}
+        for p in self.model.parameters():
+            fakes[id(p)] = nn.Parameter(empty_as(p, device), p.requires_grad)
+        for b in self.model.buffers():
+            fakes[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=device)
+        twin = copy.copy(self)
+        twin.model = copy.deepcopy(self.model, fakes)
+        return twin
 
     def _stage(
         self, model: PreTrainedModel, first: int, last: int, device: torch.device, ends: tuple[bool, bool]

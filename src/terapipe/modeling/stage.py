@@ -271,6 +271,15 @@ class PipelineModel(ABC):
         ends = {"embeds": k == 0, "has_head": k == plan.num_stages - 1}
         return require_stage(make(first, last, device, *split, **ends))
 
+    def fake_copy(self, device: torch.device) -> "PipelineModel":
+        """A copy whose weights have shapes but no numbers, for dry runs. It is called where new tensors are fake. By
+        default the model itself, which must be on the meta device.
+
+        Args:
+            device: Of the copy's weights.
+        """
+        return self
+
     def ends_of(self, first: int, last: int, embeds: bool | None, has_head: bool | None) -> tuple[bool, bool]:
         """Whether a stage embeds tokens, and whether it has the head, from the arguments of ``stage``.
 

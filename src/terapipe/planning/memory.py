@@ -8,7 +8,7 @@ import numpy as np
 
 from terapipe.planning.cost import Array, GradientBytes, Numbers, StageSpec
 from terapipe.planning.device import CPU_ATTENTION, CUDNN, EFFICIENT, FLASH, FLASH3, FLASH4
-from terapipe.planning.presets import FrozenLayers, GPTConfig
+from terapipe.planning.presets import FrozenLayers, GPTConfig, LayerBytes
 from terapipe.planning.recompute import Recompute
 
 
@@ -105,6 +105,7 @@ class ShapeMemory:
     blas: int = 0  # bytes of cuBLAS's workspaces
     fused: bool = True  # whether gradients of weights are added in place, and can be deferred
     frozen: FrozenLayers | None = None  # see ModelSpec.frozen
+    layer_bytes: LayerBytes | None = None  # that one layer keeps; None: what the GPT's keeps
 
     def with_recompute(self, mode: Recompute) -> "ShapeMemory":
         return replace(self, recompute=mode)
@@ -255,33 +256,44 @@ class ShapeMemory:
         of attention's output and of the queries."""
         c = self.config
         per_token = (c.hidden * (self.element + self._weight) + 2 * c.ffn_hidden * self.element) / self.tp
+        if self.layer_bytes is not None:  # the MLP's share of it
+            per_token *= self.layer_bytes.none / self._gpt_layer_bytes
         gradients = (c.hidden * self._weight + 2 * c.attention_width * self.element) / self.tp
         return np.asarray(np.multiply(size, length) * (per_token - gradients), dtype=np.float64)
 
     def _layer(self, size: Numbers, length: Numbers) -> Array:
         """What autograd saves in one layer. Tensor parallel ranks share out all of it, the inputs of the two
         projections by tokens: see ``project`` in modeling/linear.py."""
-        c = self.config
-        # Inputs of the norms; inputs of both projections, queries, attention output, both sides of the activation.
-        norms, products = 2 * c.hidden, 2 * (c.hidden + c.attention_width + c.ffn_hidden)
-        saved = products * self.element + norms * self._weight
-        per_token = (saved + 4 * (c.heads + 4)) / self.tp
+        per_token = (self._gpt_layer_bytes if self.layer_bytes is None else self.layer_bytes.none) / self.tp
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
+
+    @property
+    def _gpt_layer_bytes(self) -> float:
+        """Of each token: inputs of the norms; inputs of both projections, queries, attention output, both sides of the
+        activation; log-sum-exps and statistics of norms."""
+        c = self.config
+        norms, products = 2 * c.hidden, 2 * (c.hidden + c.attention_width + c.ffn_hidden)
+        return float(products * self.element + norms * self._weight + 4 * (c.heads + 4))
 
     def _layer_products(self, size: Numbers, length: Numbers) -> Array:
         """What light recomputation keeps of a layer: its input, queries, the outputs of attention and of the products
         behind it but the last, and log-sum-exps. The output of attention's projection is one device's summand of it, so
         that tensor parallel ranks have all of its tokens."""
         c = self.config
-        shared = (2 * c.attention_width + c.ffn_hidden) * self.element + c.hidden * self._weight + 4 * c.heads
-        per_token = shared / self.tp + c.hidden * self.element
+        whole = c.hidden * self.element
+        shared = (2 * c.attention_width + c.ffn_hidden) * self.element + c.hidden * self._weight + 4.0 * c.heads
+        if self.layer_bytes is not None:
+            shared = self.layer_bytes.light - whole
+        per_token = shared / self.tp + whole
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
 
     def _layer_again(self, size: Numbers, length: Numbers) -> Array:
         """What light recomputation makes anew of a layer in its backward: outputs of norms and of the activation
         function, and the input of the second norm."""
         c = self.config
-        per_token = (2 * c.hidden + c.ffn_hidden) * self.element + c.hidden * self._weight
+        per_token = (2.0 * c.hidden + c.ffn_hidden) * self.element + c.hidden * self._weight
+        if self.layer_bytes is not None:
+            per_token = self.layer_bytes.none - self.layer_bytes.light + c.hidden * self.element
         return np.asarray(np.multiply(size, length) * (per_token / self.tp), dtype=np.float64)
 
     def _layer_ends(self, size: Numbers, length: Numbers) -> Array:

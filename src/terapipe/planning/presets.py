@@ -1,8 +1,9 @@
 """Shapes of models, to build a GPT with and to plan with. No torch here."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 from terapipe.planning.limits import LARGEST, check_whole_number
 from terapipe.planning.recompute import MODES, Recompute
@@ -138,6 +139,14 @@ class FrozenLayers:
     quantized: bool = False
 
 
+class LayerBytes(NamedTuple):
+    """Bytes of each token that a layer keeps for its backward, keys and values left out, by modes of recomputation.
+    Those of the others are as of any model: inputs, and with ``block`` the outputs of attention."""
+
+    none: float
+    light: float
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """What the planner must know about a model. Your own model may return it from ``planning_spec()``."""
@@ -152,6 +161,9 @@ class ModelSpec:
         False  # whether the embedding and the head may be stages of their own: PipelineModel.has_bare_ends
     )
     frozen: FrozenLayers | None = None  # where most weights of layers are; None if all are trained
+    # From the bytes of a product's number, and whether products are autocast to it: what a layer keeps, or None where
+    # nobody knows. Left out: what a GPT's keeps.
+    layer_bytes: Callable[[int, bool], LayerBytes | None] | None = field(default=None, compare=False)
 
     def compiled(self, *, fused: bool = False) -> "ModelSpec":
         """The same model with compiled layers. Light recomputation cannot look into them.

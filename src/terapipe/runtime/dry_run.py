@@ -105,7 +105,7 @@ def fake_device(*, autocast: bool = False) -> torch.device:
 
 
 def dry_run(
-    model: PipelineModel | Callable[[torch.device], PipelineModel],
+    model: PipelineModel,
     plan: Plan,
     layout: Layout,
     rank: int,
@@ -123,7 +123,7 @@ def dry_run(
     parameters, which fake ones do not allow.
 
     Args:
-        model: on the meta device; or a function that makes one of fake tensors, on the device that it is given.
+        model: which stays as it is: a ``fake_copy`` of it is run.
         plan: of the steps.
         layout: of all ranks; not with ``shard``.
         rank: of the pipeline.
@@ -144,8 +144,8 @@ def dry_run(
     began, device = time.perf_counter(), device or fake_device(autocast=autocast is not None)
     cast = Autocast.current(device) if autocast is None else Autocast(device.type, autocast)
     with _tensor_parallel(layout.tp, device) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
-        with _replaceable_parameters():
-            model = model if isinstance(model, PipelineModel) else model(device)
+        with replaceable_parameters():
+            model = model.fake_copy(device)
             transport = NullTransport(device, rank, plan.num_ranks, layout.dp, mesh)
             pipe = Pipeline(model, plan, transport=transport, verify=False)  # there are no numbers to compare
             if cast.dtype is not None:
@@ -246,7 +246,7 @@ def _line_of(error: Exception) -> str:
 
 
 @contextmanager
-def _replaceable_parameters() -> Iterator[None]:
+def replaceable_parameters() -> Iterator[None]:
     """Inside, moving a module replaces its parameters. torch would exchange their data; fake ones do not allow it."""
     plain = nn.Module._apply
     nn.Module._apply = _replace_parameters  # type: ignore[method-assign]

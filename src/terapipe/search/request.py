@@ -113,11 +113,11 @@ def layouts(source: Source, request: Request) -> list[Layout]:
             f"got {request.tp}"
         )
     options = [layout for layout in options if layout.tp in source.tensor_degrees()]
-    if request.optimizer in WHOLE_PARAMETERS:
+    if source.optimizer in WHOLE_PARAMETERS:
         whole = [layout for layout in options if layout.tp == 1 and not layout.shard]
         if options and not whole:
             raise ValueError(
-                f"optimizer={request.optimizer!r} takes whole parameters, without tensor parallel and shards, got "
+                f"optimizer={source.optimizer!r} takes whole parameters, without tensor parallel and shards, got "
                 f"{options[0]}; take tp=1 and shard=False, or optimizer='adamw'"
             )
         options = whole

@@ -23,7 +23,7 @@ from terapipe.planning.documents import DocumentCosts
 from terapipe.planning.hardware import Cluster, Host
 from terapipe.planning.layout import Layout
 from terapipe.planning.limits import check_whole_number
-from terapipe.planning.presets import FrozenLayers, GPTConfig
+from terapipe.planning.presets import FrozenLayers, GPTConfig, LayerBytes
 from terapipe.planning.profile import Profile
 from terapipe.planning.recompute import recompute_title
 from terapipe.planning.slices import PLANNED, Plan
@@ -436,9 +436,16 @@ def origin(source: Source, file: Path | None = None) -> dict[str, Any]:
 
 
 def _state_origin(source: ClusterSource | ProfileSource) -> dict[str, Any]:
-    """What is saved of the optimizer, and of frozen layers if there are any."""
+    """What is saved of the optimizer, of frozen layers if there are any, and of what a layer of another model keeps."""
     frozen = {} if source.frozen is None else {"frozen": asdict(source.frozen)}
-    return {"optimizer": source.optimizer, **frozen}
+    kept = {} if source.layer_bytes is None else {"layer_bytes": source.layer_bytes._asdict()}
+    return {"optimizer": source.optimizer, **frozen, **kept}
+
+
+def _state_of(costs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, as sources take it."""
+    kept = LayerBytes(**costs["layer_bytes"]) if costs.get("layer_bytes") else None
+    return {"optimizer": costs.get("optimizer"), "frozen": _frozen_of(costs), "layer_bytes": kept}
 
 
 def _frozen_of(costs: Mapping[str, Any]) -> FrozenLayers | None:
@@ -455,8 +462,7 @@ def _cluster_source(costs: Mapping[str, Any]) -> ClusterSource:
         config = GPTConfig(**costs["model"])
         cluster, ends = Cluster(costs["cluster"], host, costs["hosts"]), not costs["layers_only"]
         fused, autocast = costs.get("fused_grads", True), costs.get("autocast", False)
-        optimizer, frozen = costs.get("optimizer"), _frozen_of(costs)
-        return ClusterSource(config, cluster, ends, fused, autocast, optimizer=optimizer, frozen=frozen)
+        return ClusterSource(config, cluster, ends, fused, autocast, **_state_of(costs))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the saved description of the cluster lacks or misnames {error}; plan again") from None
 
@@ -472,4 +478,4 @@ def _profile_source(costs: Mapping[str, Any]) -> ProfileSource:
     tp = costs.get("tp", 1)
     ranks = ranks if isinstance(ranks, int) and ranks > 0 else profile.ranks
     fused = bool(costs.get("fused_grads", True))
-    return ProfileSource(profile, ranks, tp, fused, costs.get("optimizer"), _frozen_of(costs))
+    return ProfileSource(profile, ranks, tp, fused, **_state_of(costs))

@@ -11,7 +11,7 @@ from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory, parameters
 from terapipe.planning.optimizer_state import state_bytes
-from terapipe.planning.presets import FrozenLayers, GPTConfig
+from terapipe.planning.presets import FrozenLayers, GPTConfig, LayerBytes
 from terapipe.planning.profile import ELEMENT, STATE, FittedCost, Profile
 
 
@@ -38,6 +38,10 @@ class Source(Protocol):
     def host_budget(self) -> int | None:
         """Bytes of the host's memory that offloaded slices of a device may take. None where the device is the host:
         what is offloaded stays in the same memory."""
+
+    @property
+    def optimizer(self) -> str | None:
+        """Whose state counts, one of ``OPTIMIZERS``; None: that of the description or of the profile's dtype."""
 
     def host_state(self, layout: Layout, stages: Sequence[StageSpec]) -> float:
         """Bytes of the host's memory that the optimizer takes for the parameters of one rank's stages."""
@@ -79,6 +83,7 @@ class ClusterSource:
     batched: bool = False
     optimizer: str | None = None  # see planning/optimizer_state.py
     frozen: FrozenLayers | None = None  # see ModelSpec.frozen
+    layer_bytes: LayerBytes | None = None  # see ModelSpec.layer_bytes
 
     @property
     def name(self) -> str:
@@ -142,6 +147,7 @@ class ClusterSource:
             blas=device.blas,
             fused=self.fused,
             frozen=self.frozen,
+            layer_bytes=self.layer_bytes,
         )
 
     @property
@@ -180,6 +186,7 @@ class ProfileSource:
     fused: bool = True  # see ModelSpec.fused_grads
     optimizer: str | None = None  # see planning/optimizer_state.py
     frozen: FrozenLayers | None = None  # see ModelSpec.frozen
+    layer_bytes: LayerBytes | None = None  # see ModelSpec.layer_bytes
 
     @property
     def name(self) -> str:
@@ -246,6 +253,7 @@ class ProfileSource:
             blas=int(profile.machine.get("blas", 0)),
             fused=self.fused,
             frozen=self.frozen,
+            layer_bytes=self.layer_bytes,
         )
 
     def tensor_degrees(self) -> list[int]:

@@ -13,20 +13,18 @@ then its plan is counted once more, by a dry run of the model itself on fake ten
 Seconds are those of this device as it is described, not measured: they only rank plans.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from terapipe import api
 from terapipe.hf.decoder import Decoder
 from terapipe.modeling.kernel_choice import kernel_for
 from terapipe.modeling.kernels import KernelRequest
-from terapipe.modeling.quantized import bytes_of, empty_as
+from terapipe.modeling.quantized import bytes_of
 from terapipe.modeling.stage import Autocast
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.hardware import Cluster
@@ -157,7 +155,7 @@ class BudgetPlanner:
         """Bytes of a step on the device, with the optimizer's state, by a dry run."""
         blas = self._described().host.device.blas
         run = dry_run(
-            lambda device: fake_copy(self.decoder, device), plan, Layout(1, 1, 1), 0, autocast=self.autocast.dtype,
+            self.decoder, plan, Layout(1, 1, 1), 0, autocast=self.autocast.dtype,
             state=self._state, attention=self._attention, blas=blas, device=torch.device(self.device.type),
             values=order_named(plan.order).in_flight is all_microbatches,
         )  # fmt: skip
@@ -210,20 +208,3 @@ class BudgetPlanner:
 
 def _text(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
-
-
-def fake_copy(decoder: Decoder, device: torch.device) -> Decoder:
-    """A copy whose weights have shapes but no numbers. Call it where tensors are fake.
-
-    Args:
-        decoder: Which stays as it is.
-        device: Of the copy's weights.
-    """
-    fakes: dict[int, object] = {}
-    for p in decoder.model.parameters():
-        fakes[id(p)] = nn.Parameter(empty_as(p, device), p.requires_grad)
-    for b in decoder.model.buffers():
-        fakes[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=device)
-    twin = copy.copy(decoder)
-    twin.model = copy.deepcopy(decoder.model, fakes)
-    return twin
