@@ -1,5 +1,6 @@
 """AdamW with its state on the host, on pretend GPUs: weights as those of AdamW on one device, in any layout."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 from terapipe import GPT, Pipeline, Plan
 from terapipe.runtime import HostOptimizer
 from terapipe.training.config import OptimizerConfig
-from terapipe.training.optimizer import make_optimizer
+from terapipe.training.optimizer import MasterAdamW, make_optimizer
 from tests.support.models import make_batch, variant
 from tests.support.ranks import Ranks
 from tests.unit.trainers import runs
@@ -190,6 +191,60 @@ def test_the_trainer(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     check(on_cpu(one), wanted)
     for found in ranks(2)(by_trainer, str(tmp_path / "two"), str(tmp_path / "one/checkpoint-2")):
         check(runs.Run([], on_cpu(found).weights), runs.Run([], wanted.weights))
+
+
+@pytest.mark.usefixtures("quiet_models")
+def test_a_create_optimizer_of_ones_own(tmp_path: Path) -> None:
+    """It comes before that of the mixin, which then puts nothing in the place of torchao's class: gradients were taken
+    before they were clipped."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    from terapipe.trainers import PipelineTrainer
+
+    class Mine(PipelineTrainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            parameters = self.make_pipeline().pipe.parameters()
+            self.optimizer = CPUOffloadOptimizer(parameters, lr=2e-3, weight_decay=0.0)
+            return self.optimizer
+
+    clipped = OPTIONS | {"max_grad_norm": 0.5, "weight_decay": 0.0}
+    wanted = runs.causal(str(tmp_path / "plain"), None, **clipped)
+    found = runs.causal(
+        str(tmp_path / "own"), {"slices": 5}, **clipped, kind=Mine, use_cpu=False, dataloader_pin_memory=False
+    )
+    check(on_cpu(found), wanted)
+
+
+def test_states_of_an_optimizer_without_float32_copies() -> None:
+    """The optimizer of the host loads them itself: copies begin as the weights are."""
+    before, states = nn.Linear(64, 64).bfloat16(), []
+    plain = torch.optim.AdamW(before.parameters(), lr=1e-2)
+    gradients = {name: torch.randn_like(p) for name, p in before.named_parameters()}
+    step_with(plain, before, gradients)
+    for kind, device in ((MasterAdamW, "cpu"), (HostOptimizer, "cuda")):
+        layer = nn.Linear(64, 64).bfloat16()
+        layer.load_state_dict(before.state_dict())
+        layer = layer.to(device)
+        mine: Any = (MasterAdamW,) if kind is HostOptimizer else ()
+        optimizer = kind([{"params": layer.weight}, {"params": [layer.bias]}], *mine, lr=1e-2)
+        optimizer.load_state_dict(plain_state(plain))
+        step_with(optimizer, layer, gradients)
+        states.append([layer.weight.detach().cpu(), optimizer.state[layer.weight]["master"].cpu()])
+    for one, other in zip(*states, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def step_with(optimizer: torch.optim.Optimizer, layer: nn.Module, gradients: dict[str, torch.Tensor]) -> None:
+    for name, p in layer.named_parameters():
+        p.grad = gradients[name].to(p.device)
+    optimizer.step()
+
+
+def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Of one group of two parameters, as of two groups of one."""
+    state = copy.deepcopy(optimizer.state_dict())  # loading would share it
+    (group,) = state["param_groups"]
+    return {"state": state["state"], "param_groups": [{**group, "params": [i]} for i in group["params"]]}
 
 
 def on_cpu(run: runs.Run) -> runs.Run:

@@ -84,9 +84,13 @@ class HostOptimizer(Optimizer):
         self._takes = {p: _remove_hook(p, inner) for p in inner.param_d2h_map}
         self._versions = {p: p._version for p in inner.param_d2h_map}
         self.state = HostStates(inner)  # type: ignore[assignment]
-        small = {p: group for group in inner.d_param_groups for p in group["params"]}
-        settings = small | {p: one.param_groups[0] for p, one in inner.optim_dict.items()}
-        self._settings: dict[Tensor, dict[str, Any]] = settings
+        self._settings = self._groups_inside()
+
+    def _groups_inside(self) -> dict[Tensor, dict[str, Any]]:
+        """By parameter, the group of the optimizer inside that has it: where a learning rate must be set."""
+        small = () if self._inner.d_opt is None else self._inner.d_opt.param_groups
+        groups = {p: group for group in small for p in group["params"]}
+        return groups | {p: one.param_groups[0] for p, one in self._inner.optim_dict.items()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, while the optimizer is made.
@@ -145,6 +149,7 @@ class HostOptimizer(Optimizer):
         if self._inner.d_opt is not None:
             small = [p for group in self._inner.d_opt.param_groups for p in group["params"]]
             _load_states(self._inner.d_opt, [states.get(p) for p in small])
+        self._settings = self._groups_inside()  # loading makes others
 
 
 def _load_states(optimizer: Optimizer, states: list[dict[str, Any] | None]) -> None:

@@ -9,6 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
+from terapipe import Plan
+from terapipe.hf import Decoder
+from terapipe.trainers.config import spec_of
 from tests.support.ranks import Ranks
 from tests.unit.trainers.runs import Run, causal, model, tuned
 from tests.unit.trainers.test_trainer import check
@@ -74,3 +77,15 @@ def test_inductor(tmp_path: Path) -> None:
 def test_light_recomputation_is_refused_beside_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="torch_compile=True does not go with this: recompute='light'"):
         causal(str(tmp_path), {"slices": 5, "recompute": "light"}, torch_compile=True)
+    plan = Plan.uniform(batch_size=4, seq_len=40, num_slices=2, boundaries=(0, 4), recompute="light")
+    with pytest.raises(ValueError, match="torch_compile=True does not go with this: recompute='light'"):
+        causal(str(tmp_path), {"plan": plan}, torch_compile=True)
+
+
+def test_planners_do_not_choose_light_recomputation() -> None:
+    """It was refused in the first step that the planner chose it for."""
+    decoder = Decoder(model())
+    assert "light" in spec_of(decoder, compiled=False).recompute_modes
+    compiled = spec_of(decoder, compiled=True)
+    assert "light" not in compiled.recompute_modes
+    assert not compiled.fused_grads
